@@ -27,7 +27,7 @@ from kvwire.store.cache.local import make_folder
 from kvwire.store.catalog.announcements import is_old, wait_for_collectors
 from kvwire.store.files.files import sync_folder
 from kvwire.store.key_kinds import content_digest, kind_of
-from kvwire.store.keys import MAX_KEY_CHARS, KeySpace, check_key
+from kvwire.store.keys import MAX_KEY_CHARS, check_key, space_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -230,8 +230,7 @@ def upload_entry(remote: Store, key: str, data: bytes, was_there: Callable[[str]
     for other in others:
         _refresh(remote, other)
     remote.put(key, data)
-    _, tenant, config, _ = key.split("/", 3)
-    wait_for_collectors(remote, KeySpace(tenant, config), named)
+    wait_for_collectors(remote, space_of(key), named)
     if is_there(remote, needed):
         return True
     with suppress(NotFoundError):

@@ -12,7 +12,6 @@ import hashlib
 import heapq
 import logging
 import random
-import re
 import threading
 import time
 from collections import OrderedDict
@@ -28,7 +27,7 @@ from kvwire.store.cache.pending import upload_entry
 from kvwire.store.cache.settings import UploadCounters
 from kvwire.store.catalog.announcements import GRACE_S
 from kvwire.store.key_kinds import check_place, content_digest, entity_tag
-from kvwire.store.keys import check_after, check_key, is_catalog_key
+from kvwire.store.keys import check_after, check_key, is_announcement, is_catalog_key
 from kvwire.store.recent import Recent
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from kvwire.store.cache.settings import TierSettings
 
 _log = logging.getLogger(__name__)
-_ANNOUNCEMENTS = re.compile(r"v1/[^/]+/[^/]+/catalog/collecting/.*")
 _MOST_UPLOADED = 1 << 14
 
 
@@ -108,7 +106,7 @@ class WriteBackStore(Store):
         """Make the write durable here, or else on the remote at once; waits ``put_s`` while the folder is full."""
         check_place(key)
         digest = content_digest(key)
-        if _ANNOUNCEMENTS.fullmatch(key):  # it has to be seen before anything is deleted
+        if is_announcement(key):  # it has to be seen before anything is deleted
             self._remote.put(key, data)
             return
         is_right = digest is None or hashlib.sha256(data).hexdigest() == digest
@@ -169,7 +167,7 @@ class WriteBackStore(Store):
     def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
         """What the remote lists, together with what is pending."""
         check_after(prefix, after)
-        if _ANNOUNCEMENTS.fullmatch(prefix):
+        if is_announcement(prefix):
             return self._announced(prefix, after)  # none where the remote is away: uploads wait for collectors anyway
         with self._changed:  # before the remote is asked: what is uploaded in between is in one of the two
             keys = sorted(key for key in self._latest if key.startswith(prefix) and key > after)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvwire import codec, types
 from kvwire.errors import AuthError, CorruptError, FormatVersionError, NotFoundError, StorageError
 from kvwire.store.catalog.objects import MAX_SMALL_BYTES
-from kvwire.store.keys import KeySpace
+from kvwire.store.keys import space_of
 from kvwire.store.listing import ahead
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Blobs:
         """Keys and sizes of a document's blobs."""
         if not entry.parts:
             return {} if entry.is_text else {entry.blob_key: entry.size}
-        space = self._space(entry)
+        space = space_of(entry.blob_key)
         return {space.blob(part.sha256): part.size for part in entry.parts}
 
     def reader(self, entry: CatalogEntry | None = None) -> BlobReader:
@@ -63,7 +63,7 @@ class Blobs:
             return store.get(entry.blob_key, start, end)
         from kvwire.store.crypto.joined import Extents
 
-        space = self._space(entry)
+        space = space_of(entry.blob_key)
         wanted = [
             (space.blob(entry.parts[piece.part].sha256), piece.start, piece.end)
             for piece in Extents(entry.parts).pieces(start, end)
@@ -81,9 +81,6 @@ class Blobs:
         wrote = not overwrite and self._objects.store.create(key, blob)
         if overwrite or not (wrote or self._objects.is_young(key)):
             self._objects.store.put(key, blob)
-
-    def _space(self, entry: CatalogEntry) -> KeySpace:
-        return KeySpace(self._objects.tenant, entry.blob_key.split("/")[2])
 
 
 class Texts:

@@ -21,7 +21,7 @@ from kvwire.store.catalog.kept import KeptRepairs
 from kvwire.store.catalog.objects import TenantObjects
 from kvwire.store.catalog.profiles import Models, Profiles
 from kvwire.store.key_kinds import read_entry
-from kvwire.store.keys import KeySpace, check_new_name, check_tenant, tenant_hash
+from kvwire.store.keys import KeySpace, check_new_name, check_tenant, space_of, tenant_hash
 from kvwire.store.listing import children
 from kvwire.store.records import CatalogEntry
 
@@ -335,11 +335,10 @@ class Catalog:
         self.objects.write(document_key, data)
 
     def _space_of(self, entry: CatalogEntry) -> KeySpace:
-        parts = entry.blob_key.split("/")
-        space = KeySpace(self.tenant, parts[2] if len(parts) > 2 else "")  # noqa: PLR2004 - v1, tenant, configuration
-        if entry.blob_key != space.blob(entry.sha256):
-            raise ArgumentError(f"{entry.blob_key} is not a blob key of this tenant: write the blob with put_blob")
-        return space
+        key = entry.blob_key
+        if not key.startswith(f"v1/{self.tenant}/") or key != space_of(key).blob(entry.sha256):
+            raise ArgumentError(f"{key} is not a blob key of this tenant: write the blob with put_blob")
+        return space_of(key)
 
     def _entry(self, key: str, **told: str) -> CatalogEntry | None:
         data = self.objects.read(key)
