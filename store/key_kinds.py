@@ -146,6 +146,12 @@ def content_digest(key: str) -> str | None:
     return found[1] if found and found[0].digest == "sha256" else None
 
 
+def is_intact(key: str, data: Data) -> bool:
+    """Whether bytes are those that a content-addressed key names; of any other key, all are."""
+    digest = content_digest(key)
+    return digest is None or hashlib.sha256(data).hexdigest() == digest
+
+
 def is_misplaced(key: str, space: KeySpace | None = None) -> bool:
     """Whether an object lies in a model configuration where none of its kind does, so that nothing leads to it."""
     found = find_kind(key)

@@ -16,7 +16,7 @@ from kvwire.store.keys import is_tenant
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from kvwire.store.base import Listed, Store
+    from kvwire.store.base import Data, Listed, Store
     from kvwire.store.keys import KeySpace
 
 
@@ -32,14 +32,14 @@ _ALL = 1 << 4 * _DIGITS
 _WRITTEN = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
 
 
-def read_ahead(store: Store, keys: Iterable[str], read: Callable[[str], R]) -> Iterator[tuple[str, Callable[[], R]]]:
+def read_ahead(store: Store, keys: Iterable[T], read: Callable[[T], R]) -> Iterator[tuple[T, Callable[[], R]]]:
     """Read many objects.
 
     A store on this machine is read when the function is called, any other one ahead and several objects at a time.
 
     Args:
         store: Where they lie.
-        keys: The objects.
+        keys: The objects, or ranges of them.
         read: What reads one.
 
     Returns:
@@ -48,6 +48,15 @@ def read_ahead(store: Store, keys: Iterable[str], read: Callable[[str], R]) -> I
     if store.is_local:
         return ((key, partial(read, key)) for key in keys)
     return ahead(keys, read, _THREADS)
+
+
+def write_all(store: Store, items: Iterable[tuple[str, Data]], threads: int = 8) -> None:
+    """Write many objects, in as few steps as a store on this machine knows how to, any other several at a time."""
+    if store.is_local:
+        store.put_many(items)
+        return
+    for _, written in ahead(items, lambda pair: store.put(*pair), threads):
+        written()
 
 
 def ahead(items: Iterable[T], work: Callable[[T], R], threads: int) -> Iterator[tuple[T, Callable[[], R]]]:
@@ -181,7 +190,7 @@ class Part:
         """
         if self.number == 1:
             return (listed for listed in content(store, space) if self.has(listed.key))
-        prefixes = {kind.prefix(space) for kind in KINDS if not kind.prefix(space).startswith(space.catalog)}
+        prefixes = {kind.prefix(space) for kind in KINDS if not kind.is_catalog}
         return (listed for prefix in sorted(prefixes) for listed in self._between(store, prefix, space.catalog))
 
     def scan(self, store: Store, prefix: str) -> Iterator[Listed]:

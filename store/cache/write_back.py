@@ -8,7 +8,6 @@ Reads through this store see what is pending.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import logging
 import random
@@ -26,7 +25,7 @@ from kvwire.store.base import Listed, ObjectStat, Store, clamp_range, holds, is_
 from kvwire.store.cache.pending import upload_entry
 from kvwire.store.cache.settings import UploadCounters
 from kvwire.store.catalog.announcements import GRACE_S
-from kvwire.store.key_kinds import check_place, content_digest, entity_tag
+from kvwire.store.key_kinds import check_place, content_digest, entity_tag, is_intact
 from kvwire.store.keys import check_after, check_key, is_announcement, is_catalog_key
 from kvwire.store.recent import Recent
 
@@ -105,12 +104,10 @@ class WriteBackStore(Store):
     def put(self, key: str, data: Data) -> None:
         """Make the write durable here, or else on the remote at once; waits ``put_s`` while the folder is full."""
         check_place(key)
-        digest = content_digest(key)
         if is_announcement(key):  # it has to be seen before anything is deleted
             self._remote.put(key, data)
             return
-        is_right = digest is None or hashlib.sha256(data).hexdigest() == digest
-        if not is_right or len(data) > self._limit_bytes:
+        if not is_intact(key, data) or len(data) > self._limit_bytes:
             self._put_directly(key, data)
             return
         self._reserve(len(data))

@@ -9,7 +9,7 @@ from kvwire import codec, types
 from kvwire.errors import AuthError, CorruptError, FormatVersionError, NotFoundError, StorageError
 from kvwire.store.catalog.objects import MAX_SMALL_BYTES
 from kvwire.store.keys import space_of
-from kvwire.store.listing import ahead
+from kvwire.store.listing import read_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from kvwire.store.crypto.sealing import BlobReader
     from kvwire.store.records import CatalogEntry
     from kvwire.types import BlobInfo
-
-
-_READERS = 8
 
 
 class Blobs:
@@ -68,9 +65,7 @@ class Blobs:
             (space.blob(entry.parts[piece.part].sha256), piece.start, piece.end)
             for piece in Extents(entry.parts).pieces(start, end)
         ]
-        return b"".join(
-            read() for _, read in ahead(wanted, lambda piece: store.get(*piece), 1 if store.is_local else _READERS)
-        )
+        return b"".join(read() for _, read in read_ahead(store, wanted, lambda piece: store.get(*piece)))
 
     def header(self, entry: CatalogEntry) -> BlobInfo:
         """What a document's blob says of itself, of several parts what they say together."""

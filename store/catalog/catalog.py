@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from msgspec.structs import replace
 
-from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError
+from kvwire.errors import ArgumentError, CorruptError, KvwireError
 from kvwire.store.base import is_there
-from kvwire.store.catalog.announcements import is_old, wait_for_collectors
+from kvwire.store.catalog.announcements import wait_for_collectors
 from kvwire.store.catalog.blobs import Blobs, Texts
 from kvwire.store.catalog.grown import GrownDocuments
 from kvwire.store.catalog.kept import KeptRepairs
-from kvwire.store.catalog.objects import TenantObjects
+from kvwire.store.catalog.objects import TenantObjects, refresh
 from kvwire.store.catalog.profiles import Models, Profiles
 from kvwire.store.key_kinds import read_entry
 from kvwire.store.keys import KeySpace, check_new_name, check_tenant, space_of, tenant_hash
@@ -149,8 +149,7 @@ class Catalog:
             self.objects.replace_entry(space, entry, etag)
             if entry.token_digest:
                 self.objects.write(space.token_entry(entry.token_digest), entry.to_json())
-        wait_for_collectors(self.store, space, [entry.blob_key])
-        self.store.create(entry.blob_key, blob)
+        self.objects.confirm(space, {entry.blob_key: blob})
         return entry
 
     def add(self, entry: CatalogEntry) -> None:
@@ -185,13 +184,7 @@ class Catalog:
         space = self._space_of(entry)
         added = replace(entry, document_id=check_new_name(document_id, "document"))
         blobs = self.blobs.of(entry)
-        try:
-            for key in blobs:
-                if is_old(self.store.stat(key).modified):
-                    if (blob := self.objects.intact(key)) is None:
-                        return None
-                    self.store.put(key, blob)
-        except NotFoundError:
+        if not all(refresh(self.store, key) for key in blobs):
             return None
         self._add(space, added)
         wait_for_collectors(self.store, space, list(blobs))

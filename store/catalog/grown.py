@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from kvwire import types
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.store.base import is_there, tag_of
-from kvwire.store.catalog.announcements import wait_for_collectors
 from kvwire.store.key_kinds import read_entry
 from kvwire.store.keys import check_new_name
 from kvwire.store.records import BlobPart, CatalogEntry
@@ -80,8 +79,7 @@ class GrownDocuments:
         """Write again what a collector took before it saw the entry; raise NotFoundError where it is not at hand."""
         added = entry.parts[-1].sha256
         blobs, text = self._blobs.of(entry), space.part_text(added)
-        wait_for_collectors(self._store, space, [*blobs, text])
-        self._store.create([*blobs][-1], blob)
+        self._objects.confirm(space, {[*blobs][-1]: blob}, *blobs, text)
         self._texts.put_part(space, added, token_ids)
         self._check_earlier(entry)
 

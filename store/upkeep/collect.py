@@ -236,7 +236,7 @@ class _Sweep:
         known = (key for key in keys if (kind := kind_of(key)) is not None and kind.names is not None)
         for key, names in entries(self._catalog, known):
             try:
-                named = names() or ()
+                named = names()
             except CorruptError:
                 named = ()
             if not any(self._is_needed(one.key) for one in named):

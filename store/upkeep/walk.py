@@ -67,8 +67,8 @@ def objects(store: Store, space: KeySpace, part: Part = WHOLE) -> Iterator[Found
         yield Found(listed, kind, digest, is_misplaced)
 
 
-def entries(catalog: Catalog, keys: Iterable[str]) -> Iterator[tuple[str, Callable[[], Sequence[ObjectRef] | None]]]:
-    """Entries, each with a function that gives what it names, None where it is gone, or raises CorruptError."""
+def entries(catalog: Catalog, keys: Iterable[str]) -> Iterator[tuple[str, Callable[[], Sequence[ObjectRef]]]]:
+    """Entries, each with a function that gives what it names, nothing where it is gone, or raises CorruptError."""
     for key, read in catalog.objects.read_each(keys):
         kind = kind_of(key)
         if kind is None or kind.names is None:
@@ -78,8 +78,8 @@ def entries(catalog: Catalog, keys: Iterable[str]) -> Iterator[tuple[str, Callab
 
 def _names(
     key: str, names: Callable[[str, bytes], Sequence[ObjectRef]], read: Callable[[], bytes | None]
-) -> Sequence[ObjectRef] | None:
-    return None if (data := read()) is None else names(key, data)
+) -> Sequence[ObjectRef]:
+    return () if (data := read()) is None else names(key, data)
 
 
 def named(catalog: Catalog, space: KeySpace, since: float, tell: OnProgress) -> Iterator[str]:
@@ -91,7 +91,7 @@ def named(catalog: Catalog, space: KeySpace, since: float, tell: OnProgress) -> 
         if not listed.modified or listed.modified > since - _SKEW_S
     )
     for _, names in counted(entries(catalog, young), "entries", tell):
-        yield from (one.key for one in names() or ())
+        yield from (one.key for one in names())
 
 
 def counted(items: Iterable[T], what: str, tell: OnProgress) -> Iterator[T]:
