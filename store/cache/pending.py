@@ -22,10 +22,10 @@ from isal.isal_zlib import crc32
 
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 from kvwire.store.base import is_there
-from kvwire.store.cache.local import make_folder
+from kvwire.store.cache.local import FOLDER_MODE
 from kvwire.store.catalog.announcements import wait_for_collectors
 from kvwire.store.catalog.objects import refresh
-from kvwire.store.files.files import sync_folder
+from kvwire.store.files.files import make_folders, sync_folder
 from kvwire.store.key_kinds import content_digest, kind_of
 from kvwire.store.keys import MAX_KEY_CHARS, check_key, space_of
 
@@ -80,7 +80,7 @@ class PendingFolder:
 
     def load(self) -> list[PendingWrite]:
         """What an earlier process left, in order; its temporary files are removed."""
-        make_folder(self._folder)
+        make_folders(self._folder, FOLDER_MODE)  # flushed, since what is acknowledged lies in it
         found = self.numbers()
         known = set(found)
         with os.scandir(self._folder) as entries:
