@@ -125,11 +125,8 @@ class Store(Protocol):
         Returns:
             Whether it wrote.
         """
-        try:
-            if self.stat(key).size == memoryview(data).nbytes:
-                return False
-        except NotFoundError:
-            pass
+        if is_there(self, key, memoryview(data).nbytes):
+            return False
         self.put(key, data)
         return True
 
@@ -146,11 +143,7 @@ class Store(Protocol):
         Returns:
             Whether it wrote; False where another version lies there, or none.
         """
-        try:
-            found = self.stat(key).etag
-        except NotFoundError:
-            found = ""
-        if found != etag:
+        if (tag_of(self, key) or "") != etag:
             return False
         self.put(key, data)
         return True
@@ -356,28 +349,38 @@ def holds(store: Store, key: str, data: Data) -> bool:
     """Whether an object is just these bytes: a write that is repeated, since its answer was lost, finds itself."""
     view = memoryview(data).cast("B")
     try:
-        if store.stat(key).size != len(view):
-            return False
         starts = range(0, len(view), _COMPARED_BYTES)
-        return all(store.get(key, at, at + _COMPARED_BYTES) == view[at : at + _COMPARED_BYTES] for at in starts)
-    except NotFoundError:
+        return is_there(store, key, len(view)) and all(
+            store.get(key, at, at + _COMPARED_BYTES) == view[at : at + _COMPARED_BYTES] for at in starts
+        )
+    except NotFoundError:  # deleted meanwhile
         return False
+
+
+def look(store: Store, key: str) -> ObjectStat | None:
+    """``stat``; None where nothing is there."""
+    try:
+        return store.stat(key)
+    except NotFoundError:
+        return None
 
 
 def is_there(store: Store, key: str, size: int | None = None) -> bool:
     """Whether an object is there; where a size is given, whether it has that size."""
-    try:
-        return store.stat(key).size == size or size is None
-    except NotFoundError:
-        return False
+    found = look(store, key)
+    return found is not None and size in (None, found.size)
+
+
+def tag_of(store: Store, key: str) -> str | None:
+    """An object's entity tag; None where nothing is there."""
+    found = look(store, key)
+    return found.etag if found else None
 
 
 def modified(store: Store, key: str) -> float:
     """When an object was written; 0 where that is not known, or nothing is there."""
-    try:
-        return store.stat(key).modified
-    except NotFoundError:
-        return 0.0
+    found = look(store, key)
+    return found.modified if found else 0.0
 
 
 def merged(first: Iterator[Listed], second: Iterator[Listed]) -> Iterator[Listed]:

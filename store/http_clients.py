@@ -15,6 +15,7 @@ from urllib.request import getproxies, proxy_bypass
 from kvwire.errors import ArgumentError, StorageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from urllib.parse import SplitResult
 
 MAX_REDIRECTS = 5
@@ -25,6 +26,7 @@ TRUST_ADVICE = "name a file with its authority's certificate in SSL_CERT_FILE (A
 WRONG_ADDRESS = "asking again changes nothing: check the store's address and what answers there"
 PERMANENT = (301, 308)
 """Redirects that hold for later requests, too."""
+_OK, _LATER, _FIRST_OF_SERVERS = 200, (408, 425), 500
 _READS = ("GET", "HEAD")
 _REDIRECTS = (301, 302, 303, 307, 308)
 _KEEP_METHOD = (307, 308)  # the others may turn a PUT into a GET
@@ -156,10 +158,20 @@ def keeps_credentials(url: str, further: str) -> bool:
     return is_upgrade or (here.scheme, _port(here)) == (there.scheme, _port(there))
 
 
-def refuse_web_page(where: str, content_type: str | None) -> None:
-    """Raise StorageError where a page for people came with status 200, as networks send that ask for a login."""
-    if (content_type or "").lower().startswith("text/html"):
+def refuse_other_bytes(where: str, status: int, fields: Mapping[str, str]) -> None:
+    """Raise StorageError where an answer's bytes are not the object's.
+
+    They are compressed, or a page for people with status 200, as networks send that ask for a login.
+    """
+    if status == _OK and fields.get("Content-Type", "").lower().startswith("text/html"):
         raise StorageError(f"{where}: a web page came instead of the object: {LOGIN_ADVICE}")
+    if fields.get("Content-Encoding", "identity").lower() != "identity":
+        raise StorageError(f"{where}: the answer is compressed in transit; switch that off for these objects")
+
+
+def is_passing(status: int) -> bool:
+    """Whether asking again later may bring another status than this refusal."""
+    return status in _LATER or status >= _FIRST_OF_SERVERS
 
 
 def too_many_redirects(where: str) -> StorageError:

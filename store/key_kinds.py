@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvwire.errors import ArgumentError, CorruptError
@@ -24,7 +23,7 @@ from kvwire.store.content_checks import (
 )
 from kvwire.store.index_records import DonorEntry, LastUse, PrefixEntry, prefix_digest
 from kvwire.store.kept_repair import KeptRepair
-from kvwire.store.keys import KeySpace, check_key, is_catalog_key
+from kvwire.store.keys import KeySpace, check_key, is_catalog_key, space_of
 from kvwire.store.records import (
     MAX_ENTRY_BYTES,
     Announcement,
@@ -147,13 +146,19 @@ def content_digest(key: str) -> str | None:
     return found[1] if found and found[0].digest == "sha256" else None
 
 
+def is_intact(key: str, data: Data) -> bool:
+    """Whether bytes are those that a content-addressed key names; of any other key, all are."""
+    digest = content_digest(key)
+    return digest is None or hashlib.sha256(data).hexdigest() == digest
+
+
 def is_misplaced(key: str, space: KeySpace | None = None) -> bool:
     """Whether an object lies in a model configuration where none of its kind does, so that nothing leads to it."""
     found = find_kind(key)
     if found is None or found[0].place is None:
         return False
-    if space is None and (match := _SPACE.match(key)):
-        space = KeySpace(match[1], match[2])
+    if space is None and _IN_A_SPACE.match(key):
+        space = space_of(key)
     return space is not None and found[0].place(space, found[1]) != key
 
 
@@ -203,13 +208,6 @@ def find_kind(key: str) -> tuple[KeyKind, str] | None:
     return None
 
 
-_space = lru_cache(64)(KeySpace)  # a listing's entries are of one
-
-
-def _space_of(key: str) -> KeySpace:
-    return _space(*key.split("/", 3)[1:3])
-
-
 # What rows name.
 
 
@@ -221,7 +219,7 @@ def _accept_text(key: str, data: Data) -> None:
 
 
 def _accept_entry(key: str, data: Data) -> None:
-    space, entry = _space_of(key), CatalogEntry.from_json(bytes(data))
+    space, entry = space_of(key), CatalogEntry.from_json(bytes(data))
     keys = {space.document(entry.document_id)}
     if entry.token_digest:
         keys.add(space.token_entry(entry.token_digest))
@@ -234,7 +232,7 @@ def _accept_entry(key: str, data: Data) -> None:
 def read_entry(key: str, data: bytes, **wanted: str) -> CatalogEntry:
     """Parse an entry with the wanted values of these fields; refuse one that leads into another tenant's blobs."""
     entry = CatalogEntry.from_json(data)
-    leads_away = not entry.is_text and entry.blob_key != _space_of(key).blob(entry.sha256)
+    leads_away = not entry.is_text and entry.blob_key != space_of(key).blob(entry.sha256)
     if leads_away or (wanted and wanted != {name: getattr(entry, name) for name in wanted}):
         msg = f"the catalog entry {key} speaks of another document, tenant or model: write the document again"
         raise CorruptError(msg)
@@ -242,7 +240,7 @@ def read_entry(key: str, data: bytes, **wanted: str) -> CatalogEntry:
 
 
 def _entry_names(key: str, data: bytes) -> list[ObjectRef]:
-    space, entry = _space_of(key), read_entry(key, data)
+    space, entry = space_of(key), read_entry(key, data)
     if entry.parts:
         blobs = [ObjectRef(space.blob(part.sha256), "blob", part.size) for part in entry.parts]
         digests = (entry.parts[0].token_digest, entry.token_digest)  # the second for what indexes the document
@@ -264,7 +262,7 @@ def _at(read: Callable[[bytes], Any], key_of: Callable[[KeySpace, Any], str], pr
     """Whether a record lies where ``key_of`` says."""
 
     def accept(key: str, data: Data) -> None:
-        if key_of(_space_of(key), read(bytes(data))) != key:
+        if key_of(space_of(key), read(bytes(data))) != key:
             raise CorruptError(problem)
 
     return accept
@@ -272,23 +270,23 @@ def _at(read: Callable[[bytes], Any], key_of: Callable[[KeySpace, Any], str], pr
 
 def _text_of(read: Callable[[bytes], Any]) -> _Names:
     """The text that a record is about, and may outlive."""
-    return lambda key, data: [ObjectRef(_space_of(key).text(read(data).token_digest), "text", is_needed=False)]
+    return lambda key, data: [ObjectRef(space_of(key).text(read(data).token_digest), "text", is_needed=False)]
 
 
 def _donor_names(key: str, data: bytes) -> list[ObjectRef]:
     entry = DonorEntry.from_json(data)
     if not key.endswith(f"/{entry.token_digest}.json"):
         raise CorruptError("the entry is of another text than its key")
-    return [ObjectRef(_space_of(key).text(entry.token_digest), "text", is_needed=False)]
+    return [ObjectRef(space_of(key).text(entry.token_digest), "text", is_needed=False)]
 
 
 def _report_names(key: str, data: bytes) -> list[ObjectRef]:
     digest = LinkReportShift.from_json(data).shift
-    return [ObjectRef(_space_of(key).shift(digest), "link shift", is_needed=False)] if digest else []
+    return [ObjectRef(space_of(key).shift(digest), "link shift", is_needed=False)] if digest else []
 
 
 def _kept_names(key: str, data: bytes) -> list[ObjectRef]:
-    space, kept = _space_of(key), KeptRepair.from_json(data)
+    space, kept = space_of(key), KeptRepair.from_json(data)
     rows = [ObjectRef(space.kept_rows(part.sha256), "kept rows", part.size) for part in kept.parts if part.count]
     return [*rows, *_profile(space, kept.profile_digest)]
 
@@ -313,7 +311,7 @@ _accept_model = _at(
     lambda space, told: KeySpace.of(space.tenant, told.meta.config_digest()).model_record,
     "the record is of another configuration than its key",
 )
-_SPACE = re.compile(r"v1/([0-9a-f]{32})/([0-9a-f]{16})/")
+_IN_A_SPACE = re.compile(r"v1/[0-9a-f]{32}/[0-9a-f]{16}/")
 # Folders of two digits keep listings of file systems short.
 _CATALOG = r"v1/[0-9a-f]{32}/[0-9a-f]{16}/catalog/"
 _FOLDED = r"(?P<fold>[0-9a-f]{2})/(?P<digest>(?P=fold)[0-9a-f]{62})\.json"
@@ -364,7 +362,7 @@ KINDS: tuple[KeyKind, ...] = (
            names=_donor_names, advice="index the document again (kvwire store index --index donors)"),
     _entry("current profile", r"profile\.json", lambda s: s.current_profile,
            accept=lambda _, data: ProfilePointer.from_json(bytes(data)),
-           names=lambda key, data: _profile(_space_of(key), ProfilePointer.from_json(data).profile_digest),
+           names=lambda key, data: _profile(space_of(key), ProfilePointer.from_json(data).profile_digest),
            is_verified=False,  # without it, a new profile is fitted
            advice="set the current profile again"),
     _entry("link report", r"links\.json", lambda s: s.link_report,
@@ -381,7 +379,7 @@ KINDS: tuple[KeyKind, ...] = (
     _entry("model record", r"model\.json", lambda s: s.model_record,  # never deleted
            accept=_accept_model,
            names=lambda key, data: _profile(
-               _space_of(key), ModelRecord.from_json(data).profile_digest, is_needed=False),
+               space_of(key), ModelRecord.from_json(data).profile_digest, is_needed=False),
            advice="encode any document again, which writes it anew"),
     _entry("announcement", r"collecting/[0-9a-f]{32}\.json", lambda s: s.announcements,
            gc_role="lease", accept=lambda _, data: Announcement.from_json(bytes(data)), is_copied=False),

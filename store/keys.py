@@ -11,6 +11,7 @@ import hmac
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from kvwire._printable import name_problem
@@ -29,6 +30,7 @@ _PREFIX = re.compile(rf"(?:{_PART}/)*(?:{_PART})?")
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _HEX32 = re.compile(r"[0-9a-f]{32}")
 _CATALOG = re.compile(r"v1/[^/]+/[^/]+/catalog/.+")
+_ANNOUNCEMENT = re.compile(r"v1/[^/]+/[^/]+/catalog/collecting/")
 
 
 def check_key(key: str) -> str:
@@ -89,6 +91,11 @@ def is_catalog_key(key: str) -> bool:
         True for whatever lies in a configuration's catalog, of a known kind or not.
     """
     return _CATALOG.fullmatch(key) is not None
+
+
+def is_announcement(key: str) -> bool:
+    """Whether a key, or all that start with it, are announcements of a collector, who deletes something next."""
+    return _ANNOUNCEMENT.match(key) is not None
 
 
 def check_digest(digest: str, what: str) -> str:
@@ -276,3 +283,11 @@ class KeySpace:
     def announcement(self, name: str) -> str:
         """Key of one collector's announcement."""
         return f"{self.announcements}{name}.json"
+
+
+_space = lru_cache(64)(KeySpace)  # a listing's keys are of one
+
+
+def space_of(key: str) -> KeySpace:
+    """The tenant and model configuration that a key of theirs tells."""
+    return _space(*key.split("/", 3)[1:3])

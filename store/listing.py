@@ -16,7 +16,7 @@ from kvwire.store.keys import is_tenant
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from kvwire.store.base import Listed, Store
+    from kvwire.store.base import Data, Listed, Store
     from kvwire.store.keys import KeySpace
 
 
@@ -32,14 +32,14 @@ _ALL = 1 << 4 * _DIGITS
 _WRITTEN = re.compile(r"([0-9]{1,6})/([0-9]{1,6})")
 
 
-def read_ahead(store: Store, keys: Iterable[str], read: Callable[[str], R]) -> Iterator[tuple[str, Callable[[], R]]]:
+def read_ahead(store: Store, keys: Iterable[T], read: Callable[[T], R]) -> Iterator[tuple[T, Callable[[], R]]]:
     """Read many objects.
 
     A store on this machine is read when the function is called, any other one ahead and several objects at a time.
 
     Args:
         store: Where they lie.
-        keys: The objects.
+        keys: The objects, or ranges of them.
         read: What reads one.
 
     Returns:
@@ -48,6 +48,15 @@ def read_ahead(store: Store, keys: Iterable[str], read: Callable[[str], R]) -> I
     if store.is_local:
         return ((key, partial(read, key)) for key in keys)
     return ahead(keys, read, _THREADS)
+
+
+def write_all(store: Store, items: Iterable[tuple[str, Data]], threads: int = 8) -> None:
+    """Write many objects, in as few steps as a store on this machine knows how to, any other several at a time."""
+    if store.is_local:
+        store.put_many(items)
+        return
+    for _, written in ahead(items, lambda pair: store.put(*pair), threads):
+        written()
 
 
 def ahead(items: Iterable[T], work: Callable[[T], R], threads: int) -> Iterator[tuple[T, Callable[[], R]]]:
@@ -72,15 +81,21 @@ def ahead(items: Iterable[T], work: Callable[[T], R], threads: int) -> Iterator[
 
 def content(store: Store, space: KeySpace) -> Iterator[Listed]:
     """Everything of a configuration but its catalog, which can be longer than all else."""
-    catalog, after = space.catalog, ""
-    while True:
-        for listed in store.scan(space.root, after):
-            if listed.key.startswith(catalog):
-                after = f"{catalog}~"
+    return _outside(store, space.root, skipped=space.catalog)
+
+
+def _outside(store: Store, prefix: str, after: str = "", *, stop: str = "~", skipped: str = "") -> Iterator[Listed]:
+    """Objects behind one key and up to another, but those below a prefix that is skipped."""
+    more = True
+    while more:
+        more = False
+        for listed in store.scan(prefix, after):
+            if listed.key > stop:
+                return
+            if skipped and listed.key.startswith(skipped):
+                after, more = f"{skipped}~", True
                 break
             yield listed
-        else:
-            return
 
 
 def tenants(store: Store) -> Iterator[str]:
@@ -175,7 +190,7 @@ class Part:
         """
         if self.number == 1:
             return (listed for listed in content(store, space) if self.has(listed.key))
-        prefixes = {kind.prefix(space) for kind in KINDS if not kind.prefix(space).startswith(space.catalog)}
+        prefixes = {kind.prefix(space) for kind in KINDS if not kind.is_catalog}
         return (listed for prefix in sorted(prefixes) for listed in self._between(store, prefix, space.catalog))
 
     def scan(self, store: Store, prefix: str) -> Iterator[Listed]:
@@ -196,18 +211,8 @@ class Part:
         """Objects whose keys go on with digits of this part's range, but those below a prefix that is skipped."""
         first, last = ((number * _ALL - 1) // self.count + 1 for number in (self.number - 1, self.number))
         after, stop = f"{prefix}{first:0{_DIGITS}x}"[: len(prefix) + 2], f"{prefix}{last - 1:0{_DIGITS}x}"
-        stop = f"{stop[: len(prefix) + 2]}~"
-        more = True
-        while more:
-            more = False
-            for listed in store.scan(prefix, after):
-                if listed.key > stop:
-                    break
-                if skipped and listed.key.startswith(skipped):
-                    after, more = f"{skipped}~", True
-                    break
-                if self.has(listed.key):
-                    yield listed
+        found = _outside(store, prefix, after, stop=f"{stop[: len(prefix) + 2]}~", skipped=skipped)
+        return (listed for listed in found if self.has(listed.key))
 
 
 WHOLE = Part()

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _log = logging.getLogger(__name__)
-_MODE = 0o700  # caches of conversations are private
+FOLDER_MODE = 0o700
+"""Caches of conversations are private."""
 _MANY = 1024
 
 
@@ -103,17 +104,12 @@ class LockedFolder:
             self._descriptor = -1
 
 
-def make_folder(folder: Path) -> None:
-    """Make a private folder; flushed, since pending writes rely on it."""
-    make_folders(folder, _MODE)
-
-
 def lock_folder(root: Path) -> LockedFolder:
     """Hold the first free subfolder, made where there is none."""
-    make_folder(root)
+    make_folders(root, FOLDER_MODE)
     for number in range(_MANY):
         folder = root / f"slot-{number}"
-        make_folder(folder)
+        make_folders(folder, FOLDER_MODE)
         if (slot := _locked(folder)) is not None:
             return slot
     raise OSError(f"more than {_MANY} processes share {root}")

@@ -10,7 +10,6 @@ before the entry is uploaded, and once more after collectors have been waited fo
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import struct
@@ -23,11 +22,12 @@ from isal.isal_zlib import crc32
 
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 from kvwire.store.base import is_there
-from kvwire.store.cache.local import make_folder
-from kvwire.store.catalog.announcements import is_old, wait_for_collectors
-from kvwire.store.files.files import sync_folder
+from kvwire.store.cache.local import FOLDER_MODE
+from kvwire.store.catalog.announcements import wait_for_collectors
+from kvwire.store.catalog.objects import refresh
+from kvwire.store.files.files import make_folders, sync_folder
 from kvwire.store.key_kinds import content_digest, kind_of
-from kvwire.store.keys import MAX_KEY_CHARS, KeySpace, check_key
+from kvwire.store.keys import MAX_KEY_CHARS, check_key, space_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,7 +80,7 @@ class PendingFolder:
 
     def load(self) -> list[PendingWrite]:
         """What an earlier process left, in order; its temporary files are removed."""
-        make_folder(self._folder)
+        make_folders(self._folder, FOLDER_MODE)  # flushed, since what is acknowledged lies in it
         found = self.numbers()
         known = set(found)
         with os.scandir(self._folder) as entries:
@@ -222,16 +222,15 @@ def upload_entry(remote: Store, key: str, data: bytes, was_there: Callable[[str]
         remote.put(key, data)
         return True
     needed, *others = named  # without the first, the entry leads nowhere; others may never have been there
-    if not _refresh(remote, needed):
+    if not refresh(remote, needed):
         if was_there(needed):
             return False
         remote.put(key, data)
         return True
     for other in others:
-        _refresh(remote, other)
+        refresh(remote, other)
     remote.put(key, data)
-    _, tenant, config, _ = key.split("/", 3)
-    wait_for_collectors(remote, KeySpace(tenant, config), named)
+    wait_for_collectors(remote, space_of(key), named)
     if is_there(remote, needed):
         return True
     with suppress(NotFoundError):
@@ -248,17 +247,3 @@ def _named(key: str, data: bytes) -> list[str]:
         return [named.key for named in kind.names(key, data)]
     except (ArgumentError, CorruptError):
         return []
-
-
-def _refresh(remote: Store, key: str) -> bool:
-    """See to it that no collector takes an object soon; False where it is gone or damaged."""
-    try:
-        if not is_old(remote.stat(key).modified):
-            return True
-        data = remote.get(key)
-    except NotFoundError:
-        return False
-    if (digest := content_digest(key)) and hashlib.sha256(data).hexdigest() != digest:
-        return False
-    remote.put(key, data)
-    return True

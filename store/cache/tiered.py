@@ -22,7 +22,7 @@ from kvwire.store.cache.pending import PendingFolder
 from kvwire.store.cache.reading import BlockingOrigin, Prefetcher, read_blocking
 from kvwire.store.cache.settings import TierSettings
 from kvwire.store.cache.write_back import WriteBackStore
-from kvwire.store.key_kinds import content_digest
+from kvwire.store.key_kinds import content_digest, is_intact
 from kvwire.store.keys import check_key
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ class TieredStore(Store):
     def _keep(self, key: str, data: Data) -> None:
         """Keep what was written, as if it had been read; never what is not what its key says."""
         name = self.name(key)
-        if name is None or not len(data) or hashlib.sha256(data).hexdigest() != content_digest(key):
+        if name is None or not len(data) or not is_intact(key, data):
             return
         self.cache.use(name)
         view = memoryview(data)

@@ -8,11 +8,9 @@ Reads through this store see what is pending.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import logging
 import random
-import re
 import threading
 import time
 from collections import OrderedDict
@@ -23,12 +21,12 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import CorruptError, DeadlineError, KvwireError, NotFoundError, StorageError
 from kvwire.store.backends.memory import MemorySnapshot
-from kvwire.store.base import Listed, ObjectStat, Store, clamp_range, holds, merged, open_object
+from kvwire.store.base import Listed, ObjectStat, Store, clamp_range, holds, is_there, merged, open_object, tag_of
 from kvwire.store.cache.pending import upload_entry
 from kvwire.store.cache.settings import UploadCounters
 from kvwire.store.catalog.announcements import GRACE_S
-from kvwire.store.key_kinds import check_place, content_digest, entity_tag
-from kvwire.store.keys import check_after, check_key, is_catalog_key
+from kvwire.store.key_kinds import check_place, content_digest, entity_tag, is_intact
+from kvwire.store.keys import check_after, check_key, is_announcement, is_catalog_key
 from kvwire.store.recent import Recent
 
 if TYPE_CHECKING:
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
     from kvwire.store.cache.settings import TierSettings
 
 _log = logging.getLogger(__name__)
-_ANNOUNCEMENTS = re.compile(r"v1/[^/]+/[^/]+/catalog/collecting/.*")
 _MOST_UPLOADED = 1 << 14
 
 
@@ -107,12 +104,10 @@ class WriteBackStore(Store):
     def put(self, key: str, data: Data) -> None:
         """Make the write durable here, or else on the remote at once; waits ``put_s`` while the folder is full."""
         check_place(key)
-        digest = content_digest(key)
-        if _ANNOUNCEMENTS.fullmatch(key):  # it has to be seen before anything is deleted
+        if is_announcement(key):  # it has to be seen before anything is deleted
             self._remote.put(key, data)
             return
-        is_right = digest is None or hashlib.sha256(data).hexdigest() == digest
-        if not is_right or len(data) > self._limit_bytes:
+        if not is_intact(key, data) or len(data) > self._limit_bytes:
             self._put_directly(key, data)
             return
         self._reserve(len(data))
@@ -133,10 +128,8 @@ class WriteBackStore(Store):
     def create(self, key: str, data: Data) -> bool:
         """Write where neither the pending folder nor the remote has anything of that size; tells whether it wrote."""
         try:
-            if self.stat(key).size == len(data):
+            if is_there(self, key, len(data)):
                 return False
-        except NotFoundError:
-            pass
         except StorageError:
             _log.info("the remote cannot be asked: the write is queued without")
         self.put(key, data)
@@ -152,11 +145,10 @@ class WriteBackStore(Store):
 
     def _uploaded_tag(self, key: str, etag: str) -> str:
         """The remote's own tag of what had this one while it was pending; empty where something else lies there."""
-        try:
-            tag = self._remote.stat(key).etag
-            return tag if tag != etag and entity_tag(key, self._remote.get(key)) == etag else ""
-        except NotFoundError:
-            return ""
+        tag = tag_of(self._remote, key) or ""
+        with suppress(NotFoundError):  # deleted meanwhile
+            return tag if tag not in ("", etag) and entity_tag(key, self._remote.get(key)) == etag else ""
+        return ""
 
     def delete(self, key: str) -> None:
         """Call off what is pending of the key, then delete it from the remote."""
@@ -172,7 +164,7 @@ class WriteBackStore(Store):
     def scan(self, prefix: str, after: str = "") -> Iterator[Listed]:
         """What the remote lists, together with what is pending."""
         check_after(prefix, after)
-        if _ANNOUNCEMENTS.fullmatch(prefix):
+        if is_announcement(prefix):
             return self._announced(prefix, after)  # none where the remote is away: uploads wait for collectors anyway
         with self._changed:  # before the remote is asked: what is uploaded in between is in one of the two
             keys = sorted(key for key in self._latest if key.startswith(prefix) and key > after)
@@ -329,10 +321,7 @@ class WriteBackStore(Store):
 
     def _was_replaced(self, entry: PendingWrite, key: str, data: bytes) -> bool:
         """Whether others wrote after an earlier attempt, whose answer was lost: another would undo what they wrote."""
-        try:
-            tag = self._remote.stat(key).etag
-        except NotFoundError:
-            tag = ""
+        tag = tag_of(self._remote, key) or ""
         if entry.found is None:
             self._folder.note_attempt(entry, tag)
             return False

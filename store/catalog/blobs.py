@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from kvwire import codec, types
 from kvwire.errors import AuthError, CorruptError, FormatVersionError, NotFoundError, StorageError
 from kvwire.store.catalog.objects import MAX_SMALL_BYTES
-from kvwire.store.keys import KeySpace
-from kvwire.store.listing import ahead
+from kvwire.store.keys import space_of
+from kvwire.store.listing import read_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from kvwire.store.crypto.sealing import BlobReader
     from kvwire.store.records import CatalogEntry
     from kvwire.types import BlobInfo
-
-
-_READERS = 8
 
 
 class Blobs:
@@ -43,7 +40,7 @@ class Blobs:
         """Keys and sizes of a document's blobs."""
         if not entry.parts:
             return {} if entry.is_text else {entry.blob_key: entry.size}
-        space = self._space(entry)
+        space = space_of(entry.blob_key)
         return {space.blob(part.sha256): part.size for part in entry.parts}
 
     def reader(self, entry: CatalogEntry | None = None) -> BlobReader:
@@ -63,14 +60,12 @@ class Blobs:
             return store.get(entry.blob_key, start, end)
         from kvwire.store.crypto.joined import Extents
 
-        space = self._space(entry)
+        space = space_of(entry.blob_key)
         wanted = [
             (space.blob(entry.parts[piece.part].sha256), piece.start, piece.end)
             for piece in Extents(entry.parts).pieces(start, end)
         ]
-        return b"".join(
-            read() for _, read in ahead(wanted, lambda piece: store.get(*piece), 1 if store.is_local else _READERS)
-        )
+        return b"".join(read() for _, read in read_ahead(store, wanted, lambda piece: store.get(*piece)))
 
     def header(self, entry: CatalogEntry) -> BlobInfo:
         """What a document's blob says of itself, of several parts what they say together."""
@@ -81,9 +76,6 @@ class Blobs:
         wrote = not overwrite and self._objects.store.create(key, blob)
         if overwrite or not (wrote or self._objects.is_young(key)):
             self._objects.store.put(key, blob)
-
-    def _space(self, entry: CatalogEntry) -> KeySpace:
-        return KeySpace(self._objects.tenant, entry.blob_key.split("/")[2])
 
 
 class Texts:

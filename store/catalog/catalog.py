@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from msgspec.structs import replace
 
-from kvwire.errors import ArgumentError, CorruptError, KvwireError, NotFoundError
-from kvwire.store.catalog.announcements import is_old, wait_for_collectors
+from kvwire.errors import ArgumentError, CorruptError, KvwireError
+from kvwire.store.base import is_there
+from kvwire.store.catalog.announcements import wait_for_collectors
 from kvwire.store.catalog.blobs import Blobs, Texts
 from kvwire.store.catalog.grown import GrownDocuments
 from kvwire.store.catalog.kept import KeptRepairs
-from kvwire.store.catalog.objects import TenantObjects
+from kvwire.store.catalog.objects import TenantObjects, refresh
 from kvwire.store.catalog.profiles import Models, Profiles
 from kvwire.store.key_kinds import read_entry
-from kvwire.store.keys import KeySpace, check_new_name, check_tenant, tenant_hash
+from kvwire.store.keys import KeySpace, check_new_name, check_tenant, space_of, tenant_hash
 from kvwire.store.listing import children
 from kvwire.store.records import CatalogEntry
 
@@ -148,8 +149,7 @@ class Catalog:
             self.objects.replace_entry(space, entry, etag)
             if entry.token_digest:
                 self.objects.write(space.token_entry(entry.token_digest), entry.to_json())
-        wait_for_collectors(self.store, space, [entry.blob_key])
-        self.store.create(entry.blob_key, blob)
+        self.objects.confirm(space, {entry.blob_key: blob})
         return entry
 
     def add(self, entry: CatalogEntry) -> None:
@@ -184,17 +184,11 @@ class Catalog:
         space = self._space_of(entry)
         added = replace(entry, document_id=check_new_name(document_id, "document"))
         blobs = self.blobs.of(entry)
-        try:
-            for key in blobs:
-                if is_old(self.store.stat(key).modified):
-                    if (blob := self.objects.intact(key)) is None:
-                        return None
-                    self.store.put(key, blob)
-            self._add(space, added)
-            wait_for_collectors(self.store, space, list(blobs))
-            return added if all(self.store.stat(key).size == size for key, size in blobs.items()) else None
-        except NotFoundError:
+        if not all(refresh(self.store, key) for key in blobs):
             return None
+        self._add(space, added)
+        wait_for_collectors(self.store, space, list(blobs))
+        return added if all(is_there(self.store, key, size) for key, size in blobs.items()) else None
 
     def add_text(self, config: Config, document_id: str, token_ids: Sequence[int]) -> CatalogEntry:
         """Write a text and an entry without a blob.
@@ -334,11 +328,10 @@ class Catalog:
         self.objects.write(document_key, data)
 
     def _space_of(self, entry: CatalogEntry) -> KeySpace:
-        parts = entry.blob_key.split("/")
-        space = KeySpace(self.tenant, parts[2] if len(parts) > 2 else "")  # noqa: PLR2004 - v1, tenant, configuration
-        if entry.blob_key != space.blob(entry.sha256):
-            raise ArgumentError(f"{entry.blob_key} is not a blob key of this tenant: write the blob with put_blob")
-        return space
+        key = entry.blob_key
+        if not key.startswith(f"v1/{self.tenant}/") or key != space_of(key).blob(entry.sha256):
+            raise ArgumentError(f"{key} is not a blob key of this tenant: write the blob with put_blob")
+        return space_of(key)
 
     def _entry(self, key: str, **told: str) -> CatalogEntry | None:
         data = self.objects.read(key)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from kvwire import types
 from kvwire.errors import ArgumentError, NotFoundError
-from kvwire.store.catalog.announcements import wait_for_collectors
+from kvwire.store.base import is_there, tag_of
 from kvwire.store.key_kinds import read_entry
 from kvwire.store.keys import check_new_name
 from kvwire.store.records import BlobPart, CatalogEntry
@@ -44,12 +44,9 @@ class GrownDocuments:
     def version(self, config: Config, document_id: str) -> Version:
         """Look a document up in order to replace its entry."""
         key = self._objects.keys(config).document(document_id)
-        try:
-            etag = self._store.stat(key).etag
-        except NotFoundError:
-            return Version(None, "")
-        data = self._objects.read(key)
-        if data is None:
+        etag = tag_of(self._store, key)
+        data = None if etag is None else self._objects.read(key)
+        if etag is None or data is None:
             return Version(None, "")
         return Version(read_entry(key, data, document_id=document_id), etag)
 
@@ -82,19 +79,16 @@ class GrownDocuments:
         """Write again what a collector took before it saw the entry; raise NotFoundError where it is not at hand."""
         added = entry.parts[-1].sha256
         blobs, text = self._blobs.of(entry), space.part_text(added)
-        wait_for_collectors(self._store, space, [*blobs, text])
-        self._store.create([*blobs][-1], blob)
+        self._objects.confirm(space, {[*blobs][-1]: blob}, *blobs, text)
         self._texts.put_part(space, added, token_ids)
         self._check_earlier(entry)
 
     def _check_earlier(self, entry: CatalogEntry) -> None:
         """Raise NotFoundError where a part before the last is gone."""
         for number, key in enumerate([*self._blobs.of(entry)][:-1]):
-            try:
-                self._store.stat(key)
-            except NotFoundError as error:
+            if not is_there(self._store, key):
                 msg = f"part {number} of {entry.document_id!r} is gone from the store: encode the whole document anew"
-                raise NotFoundError(msg) from error
+                raise NotFoundError(msg)
 
 
 def longer(whole: CatalogEntry, added: BlobPart, token_digest: str, levels: Sequence[tuple[str, int]]) -> CatalogEntry:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from kvwire.errors import CorruptError, FormatVersionError, NotFoundError
-from kvwire.store.catalog.announcements import wait_for_collectors
+from kvwire.errors import CorruptError, FormatVersionError
+from kvwire.store.catalog.objects import intact
 from kvwire.store.kept_repair import KeptRepair, KeptRows, order_digest
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class KeptRepairs:
 
     def rows(self, config: Config, part: KeptRows) -> bytes:
         """Read the blob of a document's rows and check it against its digest."""
-        data = self._objects.intact(self._objects.keys(config).kept_rows(part.sha256))
+        data = intact(self._store, self._objects.keys(config).kept_rows(part.sha256))
         if data is None:
             raise CorruptError(f"kept rows {part.sha256[:12]} are damaged in {self._store.url}")
         return data
@@ -83,9 +83,7 @@ class KeptRepairs:
         for made in due:
             self._objects.write(space.kept_repair(made.digest), made.to_json())
         if due:
-            wait_for_collectors(self._store, space, keys)
-        for key, stored in keys.items():
-            self._store.create(key, stored)
+            self._objects.confirm(space, keys)
         return due
 
     def _gives_way(self, space: KeySpace, made: KeptRepair) -> bool:
@@ -131,8 +129,4 @@ class KeptRepairs:
         found = [
             key for key, kept in self.each(config) if any(each.startswith(token_digest) for each in kept.documents)
         ]
-        for key in found:
-            try:
-                self._store.delete(key)
-            except NotFoundError:
-                continue
+        self._store.delete_many(found)

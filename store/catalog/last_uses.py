@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from kvwire.errors import AuthError, KvwireError, NotFoundError
+from kvwire.errors import AuthError, KvwireError
+from kvwire.store.base import modified
 from kvwire.store.index_records import LastUse, is_saved
 
 if TYPE_CHECKING:
@@ -76,10 +77,7 @@ class LastUses:
 
     def _mark(self, entry: CatalogEntry) -> bool:
         key = self._space.last_use(entry.document_id)
-        try:
-            if self._catalog.store.stat(key).modified > time.time() - self._every_s:
-                return False
-        except NotFoundError:
-            pass
+        if modified(self._catalog.store, key) > time.time() - self._every_s:
+            return False
         self._catalog.objects.write(key, LastUse(entry.document_id, entry.token_digest).to_json())
         return True

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvwire.errors import ArgumentError, AuthError, ConflictError, CorruptError, NotFoundError, StorageError
-from kvwire.store.catalog.announcements import is_old
-from kvwire.store.key_kinds import content_digest
+from kvwire.store.catalog.announcements import is_old, wait_for_collectors
+from kvwire.store.key_kinds import content_digest, is_intact
 from kvwire.store.keys import KeySpace
-from kvwire.store.listing import ahead, read_ahead
+from kvwire.store.listing import read_ahead, write_all
 from kvwire.store.records import MAX_ENTRY_BYTES
 from kvwire.types import SEALED_MAGIC
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from kvwire.store.base import Store
     from kvwire.store.crypto.sealing import TenantKeys
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 Config: TypeAlias = str | KeySpace
 """A model configuration: ``CacheMeta.config_digest()``, or what ``Catalog.configurations`` found."""
-_WRITERS = 8
 MAX_SMALL_BYTES = 1 << 30
 """Of a profile or text: more is not read."""
 
@@ -64,19 +62,10 @@ class TenantObjects:
         """``read`` several objects, several at a time where the store is far."""
         return read_ahead(self.store, keys, self.read)
 
-    def intact(self, key: str, most: int | None = None) -> bytes | None:
-        """Content that its key names by digest; None where it is damaged, not only in a copy of it nearby."""
-        for _ in range(2):
-            data = self.store.get(key, 0, most)
-            if hashlib.sha256(data).hexdigest() == content_digest(key):
-                return data
-            self.store.distrust(key)
-        return None
-
     def content(self, key: str, what: str, absent: str, damaged: str) -> bytes:
         """Content as its key names it; where it is not, an error says what it is and one of two pieces of advice."""
         try:
-            data = self.intact(key, MAX_SMALL_BYTES)
+            data = intact(self.store, key, MAX_SMALL_BYTES)
         except NotFoundError as error:
             raise NotFoundError(f"{what} is not in {self.store.url}: {absent}") from error
         if data is None:
@@ -99,12 +88,17 @@ class TenantObjects:
         self.store.put(key, self.sealed(key, data))
 
     def write_many(self, entries: Iterable[tuple[str, bytes]]) -> None:
-        """Write objects of the catalog, several at a time where the store knows how to."""
-        if self.store.is_local:
-            self.store.put_many((key, self.sealed(key, data)) for key, data in entries)
-            return
-        for _, written in ahead(entries, lambda pair: self.write(*pair), _WRITERS):
-            written()
+        """Write objects of the catalog, several at a time."""
+        write_all(self.store, ((key, self.sealed(key, data)) for key, data in entries))
+
+    def confirm(self, space: KeySpace, contents: Mapping[str, bytes], *others: str) -> None:
+        """Write content again that a collector took before it saw the entry that names it; ``others``: wait for them.
+
+        Called after the entry was written.
+        """
+        wait_for_collectors(self.store, space, [*contents, *others])
+        for key, data in contents.items():
+            self.store.create(key, data)
 
     def replace_entry(self, space: KeySpace, entry: CatalogEntry, etag: str) -> None:
         """Write an entry where it is still the one that was read."""
@@ -114,3 +108,26 @@ class TenantObjects:
                 f"document {entry.document_id!r} was changed by another writer meanwhile, and its entry is as that one "
                 "left it: look at the document and append again, or to a fork (--fork)"
             )
+
+
+def intact(store: Store, key: str, most: int | None = None) -> bytes | None:
+    """Content as its key names it; None where it is damaged, not only in a copy of it nearby."""
+    for _ in range(2):
+        data = store.get(key, 0, most)
+        if is_intact(key, data):
+            return data
+        store.distrust(key)
+    return None
+
+
+def refresh(store: Store, key: str) -> bool:
+    """Write content again where a collector may soon take it; False where it is gone or damaged."""
+    try:
+        if is_old(store.stat(key).modified):
+            data = intact(store, key)
+            if data is None:
+                return False
+            store.put(key, data)
+    except NotFoundError:
+        return False
+    return True

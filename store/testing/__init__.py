@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
+from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
     from kvwire.store.testing.blobs import BlobConformance
@@ -13,22 +14,18 @@ if TYPE_CHECKING:
 
 __all__ = ["BlobConformance", "StoreConformance", "StoreMachine"]
 
-_HOMES = {
-    "BlobConformance": "kvwire.store.testing.blobs",
-    "StoreConformance": "kvwire.store.testing.conformance",
-    "StoreMachine": "kvwire.store.testing.machine",
-}
+_find = lazy(__name__)
 _ASSERTING = ("blobs", "conformance", "machine", "objects", "raw")
 
 
 def __getattr__(name: str) -> object:
     """Import what needs pytest, or say what is missing."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    missing = [package for package in ("pytest", "hypothesis") if find_spec(package) is None]
-    if missing:
-        raise ImportError(f"{__name__}.{name} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-    import pytest
+    if name in __all__:
+        missing = [package for package in ("pytest", "hypothesis") if find_spec(package) is None]
+        if missing:
+            raise ImportError(f"{__name__}.{name} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+        import pytest
 
-    pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _ASSERTING))
-    return getattr(import_module(_HOMES[name]), name)
+        pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _ASSERTING))
+    found: object = _find(name)
+    return found

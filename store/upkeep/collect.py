@@ -48,10 +48,10 @@ from kvwire.store.key_kinds import KINDS, is_misplaced, kind_of, kinds
 from kvwire.store.listing import WHOLE, Part, read_ahead
 from kvwire.store.upkeep.marks import Marks
 from kvwire.store.upkeep.walk import (
-    TELL_EVERY,
     Collected,
     catalogs,
     check_fraction,
+    counted,
     entries,
     named,
     objects,
@@ -214,15 +214,13 @@ class _Sweep:
         return 0 < modified < time.time() - self._grace_s
 
     def _garbage(self) -> Iterator[Listed]:
-        for count, found in enumerate(objects(self._store, self._space, self._part), 1):
+        for found in counted(objects(self._store, self._space, self._part), "objects", self._tell):
             listed = found.listed
             of_documents = listed.size * (found.kind not in _SHARED)
             misplaced = found.is_misplaced or (found.kind is not None and found.kind.gc_role not in _TAKEN)
             self._done += Collected(looked_at=listed.size, documents_looked_at=of_documents, misplaced=misplaced)
             if self._is_garbage(listed.key, listed.modified):
                 yield listed
-            if count % TELL_EVERY == 0:
-                self._tell("objects", TELL_EVERY)
 
     def _is_collected(self, key: str) -> bool:
         """Whether a collector may take a key; not what lies elsewhere than its kind does."""
@@ -238,7 +236,7 @@ class _Sweep:
         known = (key for key in keys if (kind := kind_of(key)) is not None and kind.names is not None)
         for key, names in entries(self._catalog, known):
             try:
-                named = names() or ()
+                named = names()
             except CorruptError:
                 named = ()
             if not any(self._is_needed(one.key) for one in named):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
+from kvwire.store.base import is_there
 from kvwire.store.catalog.announcements import wait_for_collectors
-from kvwire.store.key_kinds import content_digest, is_misplaced, kind_of
-from kvwire.store.listing import ahead
+from kvwire.store.key_kinds import is_intact, is_misplaced, kind_of
+from kvwire.store.listing import ahead, write_all
 from kvwire.store.upkeep.walk import catalogs, objects
 from kvwire.types import SEALED_MAGIC
 
@@ -125,8 +125,8 @@ class _Copier:
     def _copy_object(self, key: str) -> int:
         if is_misplaced(key):
             raise CorruptError("nothing leads to it, as it does not lie where its kind does: it is left out")
-        data, sha256, kind = self._source.get(key), content_digest(key), kind_of(key)
-        if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
+        data, kind = self._source.get(key), kind_of(key)
+        if not is_intact(key, data):
             advice = kind.advice if kind else ""
             raise CorruptError(f"its SHA-256 is not the one in its key: with what needs it, it is left out, {advice}")
         self._target.put(key, data)
@@ -140,11 +140,7 @@ class _Copier:
         )
         differing = self._differing(keys)
         while batch := list(itertools.islice(differing, _BATCH)):
-            if self._target.is_local:
-                self._target.put_many(batch)
-            else:
-                for _, done in ahead(batch, lambda pair: self._target.put(*pair), self._jobs):
-                    done()
+            write_all(self._target, batch, self._jobs)
             self.entries += len(batch)
 
     def _differing(self, keys: Iterator[str]) -> Iterator[tuple[str, bytes]]:
@@ -170,11 +166,7 @@ class _Copier:
         """Whether the target has an object; many entries need the same profile, which is asked for once."""
         if named.key in self._there:
             return True
-        try:
-            size = self._target.stat(named.key).size
-        except NotFoundError:
-            return False
-        if named.size not in (None, size):
+        if not is_there(self._target, named.key, named.size):
             return False
         if len(self._there) >= _MOST_REMEMBERED:
             self._there.clear()

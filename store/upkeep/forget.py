@@ -18,7 +18,7 @@ from kvwire.store.base import modified
 from kvwire.store.catalog.announcements import GRACE_S
 from kvwire.store.index_records import is_saved
 from kvwire.store.listing import ahead
-from kvwire.store.upkeep.walk import Report, catalogs
+from kvwire.store.upkeep.walk import Report, catalogs, counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from kvwire.store.keys import KeySpace
     from kvwire.store.upkeep.walk import OnProgress
 
-_TELL_EVERY = 1000
 _WRITERS = 8
 
 
@@ -176,11 +175,8 @@ class _Look:
         """Take in all documents of one model configuration."""
         written = {one.key: one.modified for one in catalog.store.scan(space.documents)}
         marked = {one.key: one.modified for one in catalog.store.scan(space.last_uses)}
-        count = 0
-        for entry in catalog.documents(space, on_error=lambda key, error: self.failures.append(f"{key}: {error}")):
-            count += 1
-            if count % _TELL_EVERY == 0:
-                self._tell("entries", _TELL_EVERY)
+        found = catalog.documents(space, on_error=lambda key, error: self.failures.append(f"{key}: {error}"))
+        for entry in counted(found, "entries", self._tell):
             if entry.is_text:
                 continue
             blobs = catalog.blobs.of(entry)
@@ -190,7 +186,6 @@ class _Look:
             self._places[key] = catalog, space, name
             may_go = times[0] > 0 and max(times) < self.young and (self._named or is_saved(name))
             self.documents.append(Stored(key, tuple(blobs), max(times), may_go))
-        self._tell("entries", count % _TELL_EVERY)
 
     def remove(self, doomed: tuple[Stored, int]) -> bool:
         """Take a document out, unless it was written or used since it was looked at."""

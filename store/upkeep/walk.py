@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvwire.errors import ArgumentError, FormatVersionError, StorageError
 from kvwire.store.catalog.catalog import Catalog
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     OnProgress = Callable[[str, int], None]
 
 
-TELL_EVERY = 1000
+T = TypeVar("T")
+_TELL_EVERY = 1000
 _SKEW_S = 3600.0
 """How far the store's clock and this machine's may be apart: entries that young are read again."""
 _UNFINISHED_S = 3600.0
@@ -66,8 +67,8 @@ def objects(store: Store, space: KeySpace, part: Part = WHOLE) -> Iterator[Found
         yield Found(listed, kind, digest, is_misplaced)
 
 
-def entries(catalog: Catalog, keys: Iterable[str]) -> Iterator[tuple[str, Callable[[], Sequence[ObjectRef] | None]]]:
-    """Entries, each with a function that gives what it names, None where it is gone, or raises CorruptError."""
+def entries(catalog: Catalog, keys: Iterable[str]) -> Iterator[tuple[str, Callable[[], Sequence[ObjectRef]]]]:
+    """Entries, each with a function that gives what it names, nothing where it is gone, or raises CorruptError."""
     for key, read in catalog.objects.read_each(keys):
         kind = kind_of(key)
         if kind is None or kind.names is None:
@@ -77,8 +78,8 @@ def entries(catalog: Catalog, keys: Iterable[str]) -> Iterator[tuple[str, Callab
 
 def _names(
     key: str, names: Callable[[str, bytes], Sequence[ObjectRef]], read: Callable[[], bytes | None]
-) -> Sequence[ObjectRef] | None:
-    return None if (data := read()) is None else names(key, data)
+) -> Sequence[ObjectRef]:
+    return () if (data := read()) is None else names(key, data)
 
 
 def named(catalog: Catalog, space: KeySpace, since: float, tell: OnProgress) -> Iterator[str]:
@@ -89,15 +90,18 @@ def named(catalog: Catalog, space: KeySpace, since: float, tell: OnProgress) -> 
         for listed in catalog.store.scan(kind.prefix(space))
         if not listed.modified or listed.modified > since - _SKEW_S
     )
+    for _, names in counted(entries(catalog, young), "entries", tell):
+        yield from (one.key for one in names())
+
+
+def counted(items: Iterable[T], what: str, tell: OnProgress) -> Iterator[T]:
+    """Items as they come; each thousand of them, and the rest, is told of."""
     count = 0
-    for _, names in entries(catalog, young):
-        if (found := names()) is None:
-            continue
-        yield from (one.key for one in found)
-        count += 1
-        if count % TELL_EVERY == 0:
-            tell("entries", TELL_EVERY)
-    tell("entries", count % TELL_EVERY)
+    for count, item in enumerate(items, 1):
+        yield item
+        if count % _TELL_EVERY == 0:
+            tell(what, _TELL_EVERY)
+    tell(what, count % _TELL_EVERY)
 
 
 def refuse_unknown_kinds(store: Store, space: KeySpace) -> None:

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 
 from kvwire.errors import NotFoundError
 from kvwire.store.backends.http.semantics import may_write
+from kvwire.store.base import tag_of
 
 from .exchange import RefusedError, refusal_of
 
@@ -63,18 +64,11 @@ class Storage:
         """Held by the writer of a key, so that what a condition was checked on is what is replaced."""
         return self._locks.setdefault(key, asyncio.Lock())
 
-    def etag(self, key: str) -> str | None:
-        """Look up an object's entity tag; blocks."""
-        try:
-            return self.store.stat(key).etag
-        except NotFoundError:
-            return None
-
     async def check_conditions(self, fields: dict[str, str], key: str) -> None:
         """Refuse a write whose preconditions do not hold."""
         if "If-Match" not in fields and "If-None-Match" not in fields:
             return
-        etag = await self.start(lambda: self.etag(key))
+        etag = await self.start(lambda: tag_of(self.store, key))
         if not may_write(fields, etag):
             words = "something else lies there than the request expects"
             raise RefusedError(412, words, {"ETag": f'"{etag}"'} if etag else None, reason="precondition")

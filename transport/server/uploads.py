@@ -18,6 +18,7 @@ from aiohttp import web
 from kvwire._printable import name_problem
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.store import CatalogEntry, content_digest
+from kvwire.store.base import tag_of
 from kvwire.store.key_kinds import check_object, kind_of, max_bytes
 from kvwire.types import SEALED_MAGIC
 
@@ -207,7 +208,7 @@ class Uploads:
             else:
                 store.put(key, data)
                 written = True
-            etag = spool.sha256 if is_content else self._storage.etag(key)
+            etag = spool.sha256 if is_content else tag_of(store, key)
             if not written:
                 headers = {"ETag": f'"{etag}"'} if etag else None
                 raise RefusedError(412, "something lies there already", headers, reason="precondition")

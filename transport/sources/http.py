@@ -10,11 +10,11 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import aiohttp
-from aiohttp.hdrs import CONTENT_ENCODING, CONTENT_RANGE, CONTENT_TYPE, ETAG, LOCATION
+from aiohttp.hdrs import CONTENT_RANGE, ETAG, LOCATION
 from yarl import URL
 
 from kvwire.errors import ArgumentError, AuthError, KvwireError, NotFoundError, StorageError
-from kvwire.store import HttpAddress, range_header, range_told
+from kvwire.store import HttpAddress, clamp_range, range_header, range_told
 from kvwire.store.backends.http.semantics import retry_after_s, strong_etag, unsatisfied_size
 from kvwire.store.http_clients import (
     MAX_REDIRECTS,
@@ -23,11 +23,12 @@ from kvwire.store.http_clients import (
     TRUST_ADVICE,
     WRONG_ADDRESS,
     client_tls,
+    is_passing,
     is_untrusted,
     keeps_credentials,
     proxy_for,
     redirected,
-    refuse_web_page,
+    refuse_other_bytes,
     too_many_redirects,
 )
 from kvwire.transport.errors import BusyError, RejectedError, ReplacedError
@@ -54,7 +55,6 @@ _REFUSED = (401, 403)
 _ABSENT = (404, 410)
 _BUSY = (429, 503)
 _PROXYS = 407
-_LATER, _FIRST_OF_SERVERS = (408, 425), 500
 
 
 def open_session(
@@ -178,8 +178,7 @@ class HttpSource(ByteSource):
         Raises:
             ArgumentError: The range does not run forwards from 0 or later.
         """
-        if start < 0 or (end is not None and end < start):
-            raise ArgumentError(f"a byte range must run forwards from 0 or later, got {start} to {end}")
+        clamp_range(start, end, 0)
         if end == start:
             return
         target = self._target
@@ -267,10 +266,8 @@ class HttpSource(ByteSource):
             return 0
         if status not in (_OK, _PARTIAL):
             raise self._refusal(status, response)
-        if response.headers.get(CONTENT_ENCODING, "identity").lower() != "identity":
-            raise StorageError(f"{self.url}: the answer is compressed in transit; switch that off for these objects")
+        refuse_other_bytes(self.url, status, response.headers)
         if status == _OK:
-            refuse_web_page(self.url, response.headers.get(CONTENT_TYPE))
             return self._whole(response, start, end)
         told = self._range_told(response.headers.get(CONTENT_RANGE), start, end)
         if told is None:
@@ -306,20 +303,18 @@ class HttpSource(ByteSource):
         self._etag, self._size = known_tag, known_size
 
     def _refusal(self, status: int, response: aiohttp.ClientResponse) -> KvwireError:
-        if status == _GONE:
+        if status == _GONE or (status in _ABSENT and self._size is not None):
             return self._replaced()
         if status in _ABSENT:
-            if self._size is not None:
-                return self._replaced()
             return NotFoundError(f"{self.url} is not there; check the address")
         if status in _REFUSED:
             return AuthError(f"{self.url}: the server refused the credentials (status {status}); check the token")
         words = f"{self.url}: the server answered with status {status}"
         if status in _BUSY:
             return BusyError(f"{words}; try again later", retry_after_s(response.headers.get("Retry-After", "")))
-        is_passing = status in _LATER or status >= _FIRST_OF_SERVERS
-        advice = "try again later" if is_passing else PROXY_ADVICE if status == _PROXYS else WRONG_ADDRESS
-        return (StorageError if is_passing else RejectedError)(f"{words}; {advice}")
+        if is_passing(status):
+            return StorageError(f"{words}; try again later")
+        return RejectedError(f"{words}; {PROXY_ADVICE if status == _PROXYS else WRONG_ADDRESS}")
 
     def _lied(self) -> StorageError:
         return StorageError(f"{self.url}: the server sent another number of bytes than it announced; try again")

@@ -17,8 +17,8 @@ from kvwire.store.backends.folder.files import ObjectFiles
 from kvwire.store.backends.folder.rows import CatalogRows
 from kvwire.store.base import ObjectStat, Store, clamp_range, merged
 from kvwire.store.files.files import FileReader, reading, writing
-from kvwire.store.key_kinds import check_place, content_digest, kind_of
-from kvwire.store.keys import check_after, check_key, is_catalog_key
+from kvwire.store.key_kinds import check_place, content_digest
+from kvwire.store.keys import check_after, check_key, is_announcement, is_catalog_key
 from kvwire.store.recent import Recent
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class FolderStore(Store):
     def put(self, key: str, data: Data) -> None:
         """Write the object; when this returns it survives a power cut."""
         if self._is_row(check_place(key)):
-            self._put_rows([(key, data)], frees_space=_frees_space(key))
+            self._put_rows([(key, data)], frees_space=is_announcement(key))
         elif is_catalog_key(key):
             self._put_catalog_file(key, data)
         else:
@@ -118,7 +118,7 @@ class FolderStore(Store):
             return self._rows.replace(key, data, etag)
 
     def _put_catalog_file(self, key: str, data: Data) -> None:
-        if _frees_space(key):
+        if is_announcement(key):  # something is deleted once it is written
             self._rows.spend(lambda: self._put_file(key, data))
         else:
             self._put_file(key, data)
@@ -192,9 +192,3 @@ class FolderStore(Store):
     def close(self) -> None:
         """Close the catalog's database."""
         self._rows.close()
-
-
-def _frees_space(key: str) -> bool:
-    """Whether something is deleted once this is written: what a collector announces."""
-    kind = kind_of(key)
-    return kind is not None and kind.gc_role == "lease"

@@ -19,7 +19,7 @@ from kvwire.errors import (
     StorageError,
 )
 from kvwire.store.base import Listed
-from kvwire.store.http_clients import LOGIN_ADVICE, PROXY_ADVICE, WRONG_ADDRESS
+from kvwire.store.http_clients import LOGIN_ADVICE, PROXY_ADVICE, WRONG_ADDRESS, is_passing
 from kvwire.store.keys import check_key
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ _FORBIDDEN, _CONFLICT, _CHANGED, _TOO_LARGE, _WRONG, _FULL = 403, 409, 412, 413,
 _UNKNOWN, _ABSENT, _BUSY = 401, (404, 410), (429, 503)
 _PROXYS, _BEHIND = 407, 502
 _MOVED = (301, 302, 303, 307, 308)
-_LATER = (408, 425)
-_FIRST_OF_SERVERS = 500
 _CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,64})</Code>")  # as S3, Google's and Alibaba's storage and CDNs before them
 _WRITES = ("PUT", "DELETE")
 _NOT_FOR_FILES = (400, 403, 404, 405, 410, 501)  # how servers of plain files answer what they do not do
@@ -89,8 +87,7 @@ def refusal(reply: Reply, method: str, key: str, url: str) -> KvwireError:
     }
     advice |= dict.fromkeys(_BUSY, "it is busy: try again later")
     advice |= dict.fromkeys(_MOVED, "it redirects what is written: name the address that it redirects to")
-    is_passing = status >= _FIRST_OF_SERVERS or status in _LATER
-    words = advice.get(status, "try again later or check the server" if is_passing else WRONG_ADDRESS)
+    words = advice.get(status, "try again later or check the server" if is_passing(status) else WRONG_ADDRESS)
     return StorageError(f"{url} answered with status {status}{told}: {words}")
 
 

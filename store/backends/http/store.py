@@ -18,7 +18,7 @@ from kvwire.store.backends.http.exchange import HttpExchange, HttpStoreSettings,
 from kvwire.store.backends.http.replies import MAX_PAGE_BYTES, PAGE_KEYS, is_hidden, page, refusal
 from kvwire.store.backends.http.semantics import strong_etag
 from kvwire.store.base import ObjectStat, Store, clamp_range, holds
-from kvwire.store.http_clients import HttpAddress, content_range, range_header, range_told, refuse_web_page
+from kvwire.store.http_clients import HttpAddress, content_range, range_header, range_told, refuse_other_bytes
 from kvwire.store.key_kinds import check_place
 from kvwire.store.keys import check_after, check_key
 
@@ -84,7 +84,7 @@ class HttpStore(Store):
             return b""
         headers = {"Range": range_header(start, end)} if start or end is not None else {}
         reply = self._ask("GET", key, headers, limit=end, allowed=(_OK, _PARTIAL, _UNSATISFIABLE))
-        self._check_plain(key, reply)
+        refuse_other_bytes(self.object_url(key), reply.status, reply.fields)
         if reply.status == _UNSATISFIABLE:
             return b""
         if reply.status == _OK:  # the whole object: asked for, or a server without ranges
@@ -98,7 +98,7 @@ class HttpStore(Store):
     def stat(self, key: str) -> ObjectStat:
         """Size, entity tag and time of writing, as the server tells them; the tag is empty where it is not strong."""
         reply = self._ask("HEAD", key, {}, allowed=(_OK, _PARTIAL))
-        self._check_plain(key, reply)
+        refuse_other_bytes(self.object_url(key), reply.status, reply.fields)
         size = reply.fields.get("Content-Length") or ""
         if reply.status == _PARTIAL and (told := content_range(reply.fields.get("Content-Range"))):
             size = str(told[2])
@@ -186,13 +186,6 @@ class HttpStore(Store):
             self._has_warned = True
             _log.warning("%s. Further ones count as absent, too", msg)
         return NotFoundError(msg)
-
-    def _check_plain(self, key: str, reply: Reply) -> None:
-        if reply.status == _OK:
-            refuse_web_page(self.object_url(key), reply.fields.get("Content-Type"))
-        if reply.fields.get("Content-Encoding", "identity").lower() != "identity":
-            msg = f"{self.object_url(key)}: the answer is compressed in transit; switch that off for these objects"
-            raise StorageError(msg)
 
 
 def _seconds(date: str | None) -> float:

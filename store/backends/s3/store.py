@@ -32,7 +32,7 @@ from kvwire.store.backends.s3.requests import (
     strong_tag,
     upload_in_parts,
 )
-from kvwire.store.base import HeldObject, ObjectStat, Store, clamp_range, holds
+from kvwire.store.base import HeldObject, ObjectStat, Store, clamp_range, holds, tag_of
 from kvwire.store.http_clients import range_header
 from kvwire.store.key_kinds import check_place, content_digest
 from kvwire.store.keys import check_after, check_key
@@ -173,7 +173,7 @@ class S3Store(Store):
             wrote = self._put_if(key, data, {"IfNoneMatch": "*"})
         else:
             wrote = self._put_if(key, data, {"IfMatch": f'"{etag}"'})
-            if wrote is False and self._is_tagged(key, etag):
+            if wrote is False and tag_of(self, key) == etag:
                 wrote = self._put_if(key, data, {"IfMatch": etag})
         return super().replace(key, data, etag) if wrote is None else wrote
 
@@ -194,12 +194,6 @@ class S3Store(Store):
                     return None
                 raise refused
         return is_repeated(refused) and holds(self, key, data)
-
-    def _is_tagged(self, key: str, etag: str) -> bool:
-        try:
-            return self.stat(key).etag == etag
-        except NotFoundError:
-            return False
 
     def delete(self, key: str) -> None:
         """Remove the object, if there is one."""
