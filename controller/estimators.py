@@ -19,10 +19,7 @@ from .workers import NOTICED
 
 _MOST_ERROR = 9.0  # a silent link is infinitely slower than expected
 _ERROR_KEPT = 0.75  # of the largest recent error, after one more sample: 5 % of it is left after ten
-_LEAST_ERROR = 0.02  # no link is steadier
 _SHARE = 0.25  # of times at which less comes than plans rely on
-_FALL_SAMPLES = 2
-_RISE_SAMPLES = 4  # buffers on the way can look like a rise for a moment
 MOST_KNOWN = 8
 """Measurements that are enough to trust a quantity; more of them change nothing."""
 UNKNOWN = 0.5
@@ -159,10 +156,10 @@ class BandwidthEstimator:
             side = (rate > NOTICED * expected) - (expected > NOTICED * rate)
             self._streak = side and (self._streak + side if self._streak * side > 0 else side)
             self.horizons.add(size, seconds, expected)
-            share = 1.0 if abs(self._streak) > 1 else 0.5  # what nothing bears out is half noise
+            # Two samples in a row bear each other out, and the link has changed; what nothing bears out is half noise.
+            shed, share = (1.0, 1.0) if abs(self._streak) > 1 else (0.0, 0.5)
             self._below = max(self._below, share * min(expected / rate - 1, _MOST_ERROR))
             self._above = max(self._above, share * min(rate / expected - 1, _MOST_ERROR))
-            shed = 1.0 if self._streak <= -_FALL_SAMPLES or self._streak >= _RISE_SAMPLES else 0.0
         self._fast.add(size, seconds, shed)
         self._slow.add(size, seconds, shed)
         self._long.add(size, seconds)
@@ -206,12 +203,12 @@ class BandwidthEstimator:
     @property
     def high(self) -> float:
         """Bytes per second that the link may well give, likewise."""
-        return self.value * (1 + max(self._above, _LEAST_ERROR))
+        return self.value * (1 + self._above)
 
     @property
     def error(self) -> float:
         """Relative error by which the estimate was lately too high, decaying from the largest; 0 to 9."""
-        return max(self._below, _LEAST_ERROR)
+        return self._below
 
     @property
     def usual(self) -> float:
