@@ -129,7 +129,7 @@ class BandwidthEstimator:
         self._held_s = 0.0
         self._samples = 0
         self._streak = 0  # samples in a row that were far below the estimate, negative, or far above it
-        self._below = self._above = error
+        self._below = error
         self._measured = 0.0
         self.horizons = horizons or HorizonErrors()
 
@@ -149,7 +149,7 @@ class BandwidthEstimator:
 
     def _take(self, size: int, seconds: float) -> None:
         shed = 0.0
-        self._below, self._above = self._below * _ERROR_KEPT, self._above * _ERROR_KEPT
+        self._below *= _ERROR_KEPT
         if self._samples:
             # Errors are the measurements' own: that the prior was wrong does not make the link unsteady.
             expected, rate = max(self._measured, 1.0), max(size / seconds, 1.0)
@@ -159,7 +159,6 @@ class BandwidthEstimator:
             # Two samples in a row bear each other out, and the link has changed; what nothing bears out is half noise.
             shed, share = (1.0, 1.0) if abs(self._streak) > 1 else (0.0, 0.5)
             self._below = max(self._below, share * min(expected / rate - 1, _MOST_ERROR))
-            self._above = max(self._above, share * min(rate / expected - 1, _MOST_ERROR))
         self._fast.add(size, seconds, shed)
         self._slow.add(size, seconds, shed)
         self._long.add(size, seconds)
@@ -174,7 +173,7 @@ class BandwidthEstimator:
     @property
     def is_guess(self) -> bool:
         """Whether the estimate is a prior that nothing measured, or that says little by now."""
-        return not self._samples and self._above >= self._settings.prior_error > 0
+        return not self._samples and self._below >= self._settings.prior_error > 0
 
     @property
     def value(self) -> float:
@@ -199,11 +198,6 @@ class BandwidthEstimator:
     def low_over(self, horizon_s: float) -> float:
         """Tell what to plan with by what such plans met before."""
         return self.value * self.horizons.low(horizon_s, _SHARE, 1 / (1 + self.error))
-
-    @property
-    def high(self) -> float:
-        """Bytes per second that the link may well give, likewise."""
-        return self.value * (1 + self._above)
 
     @property
     def error(self) -> float:

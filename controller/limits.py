@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .estimators import MOST_KNOWN
 from .snapshot import SLOWEST
-from .state import DOUBT, SLOWEST_PASS
+from .state import SLOWEST_PASS
 from .workers import NOTICED
 
 if TYPE_CHECKING:
@@ -44,23 +44,6 @@ def pass_limit_s(state: State, load: Load, costs: CostModel) -> float:
         saved_s = (_saved_by(state, load, load.floor_left_s) - state.now) / (NOTICED + _STOPS_S)
         limit_s = max(limit_s, min(settings.max_pass_s, saved_s))
     return limit_s
-
-
-def sure_limit_s(state: State, load: Load, costs: CostModel) -> float:
-    """Seconds that a pass may be expected to take while costs or link are hardly known; infinite where they are.
-
-    Even if it takes longer than expected, it should not be what ends last.
-    """
-    plan, now = load.plan, state.now
-    if not state.policy.preemptible or plan is None or not (load.plan_bytes or state.link.fetches):
-        return inf
-    bandwidth, doubt = state.estimates.bandwidth, state.estimates.prefill.high
-    ends = load.planned_at + plan.finish_s - costs.closing_s(load.prompt_tokens)
-    if load.goal.objective != "earliest" and plan.in_time:
-        ends = state.handover_at(load)  # a link that is faster than expected makes nothing late
-    else:
-        doubt = max(doubt, bandwidth.high / max(bandwidth.value, 1.0))
-    return inf if doubt <= DOUBT else (ends - now) / doubt
 
 
 def pass_chunks(state: State, load: Load, costs: CostModel) -> float:
