@@ -11,8 +11,6 @@ from kvwire.errors import ArgumentError
 if TYPE_CHECKING:
     from kvwire.types import ChunkId
 
-    from .settings import ControllerSettings
-
 Worker = Literal["prefill", "decode"]
 
 NOTICED = 1.5
@@ -62,9 +60,9 @@ def check_seconds(seconds: float) -> None:
 class Workers:
     """At most one job on each worker; then closings, which link a ready prompt and run its question, in turn."""
 
-    def __init__(self, settings: ControllerSettings) -> None:
-        """Start idle."""
-        self._count, self._patience_s = settings.workers, settings.patience_s
+    def __init__(self, count: int, patience_s: float) -> None:
+        """Start idle; an engine counts as slow for ``patience_s`` after a pass that was stopped for that."""
+        self._count, self._patience_s = count, patience_s
         self._jobs: dict[Worker, Job] = {}
         self.closings: dict[int, Job] = {}
         self._closing_since: float | None = None  # when the first of them began
