@@ -19,10 +19,7 @@ from .workers import NOTICED
 
 _MOST_ERROR = 9.0  # a silent link is infinitely slower than expected
 _ERROR_KEPT = 0.75  # of the largest recent error, after one more sample: 5 % of it is left after ten
-_LEAST_ERROR = 0.02  # no link is steadier
 _SHARE = 0.25  # of times at which less comes than plans rely on
-_FALL_SAMPLES = 2
-_RISE_SAMPLES = 4  # buffers on the way can look like a rise for a moment
 MOST_KNOWN = 8
 """Measurements that are enough to trust a quantity; more of them change nothing."""
 UNKNOWN = 0.5
@@ -132,7 +129,7 @@ class BandwidthEstimator:
         self._held_s = 0.0
         self._samples = 0
         self._streak = 0  # samples in a row that were far below the estimate, negative, or far above it
-        self._below = self._above = error
+        self._below = error
         self._measured = 0.0
         self.horizons = horizons or HorizonErrors()
 
@@ -152,17 +149,16 @@ class BandwidthEstimator:
 
     def _take(self, size: int, seconds: float) -> None:
         shed = 0.0
-        self._below, self._above = self._below * _ERROR_KEPT, self._above * _ERROR_KEPT
+        self._below *= _ERROR_KEPT
         if self._samples:
             # Errors are the measurements' own: that the prior was wrong does not make the link unsteady.
             expected, rate = max(self._measured, 1.0), max(size / seconds, 1.0)
             side = (rate > NOTICED * expected) - (expected > NOTICED * rate)
             self._streak = side and (self._streak + side if self._streak * side > 0 else side)
             self.horizons.add(size, seconds, expected)
-            share = 1.0 if abs(self._streak) > 1 else 0.5  # what nothing bears out is half noise
+            # Two samples in a row bear each other out, and the link has changed; what nothing bears out is half noise.
+            shed, share = (1.0, 1.0) if abs(self._streak) > 1 else (0.0, 0.5)
             self._below = max(self._below, share * min(expected / rate - 1, _MOST_ERROR))
-            self._above = max(self._above, share * min(rate / expected - 1, _MOST_ERROR))
-            shed = 1.0 if self._streak <= -_FALL_SAMPLES or self._streak >= _RISE_SAMPLES else 0.0
         self._fast.add(size, seconds, shed)
         self._slow.add(size, seconds, shed)
         self._long.add(size, seconds)
@@ -177,7 +173,7 @@ class BandwidthEstimator:
     @property
     def is_guess(self) -> bool:
         """Whether the estimate is a prior that nothing measured, or that says little by now."""
-        return not self._samples and self._above >= self._settings.prior_error > 0
+        return not self._samples and self._below >= self._settings.prior_error > 0
 
     @property
     def value(self) -> float:
@@ -204,14 +200,9 @@ class BandwidthEstimator:
         return self.value * self.horizons.low(horizon_s, _SHARE, 1 / (1 + self.error))
 
     @property
-    def high(self) -> float:
-        """Bytes per second that the link may well give, likewise."""
-        return self.value * (1 + max(self._above, _LEAST_ERROR))
-
-    @property
     def error(self) -> float:
         """Relative error by which the estimate was lately too high, decaying from the largest; 0 to 9."""
-        return max(self._below, _LEAST_ERROR)
+        return self._below
 
     @property
     def usual(self) -> float:

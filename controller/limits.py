@@ -5,8 +5,9 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
+from .estimators import MOST_KNOWN
 from .snapshot import SLOWEST
-from .state import DOUBT, SLOWEST_PASS
+from .state import SLOWEST_PASS
 from .workers import NOTICED
 
 if TYPE_CHECKING:
@@ -17,13 +18,12 @@ if TYPE_CHECKING:
 
 _SHORT_PASS = 6.0  # a pass of that many times its fixed cost may end; shorter ones are mostly fixed cost
 _STOPS_S = SLOWEST_PASS / 16  # of what a pass takes, until it has stopped: engines stop between layers
-_PASSES = 8  # at least so many passes before a deadline, so that a slow engine is noticed in time
 
 
 def pass_limit_s(state: State, load: Load, costs: CostModel) -> float:
     """Seconds that a pass may take: half of what is to be recomputed, so that the meeting point can still move.
 
-    Before a deadline a share of the time that is left, so that a slow engine is noticed in time.
+    Before a deadline as many passes fit into the time left as make an engine known: a slow one is noticed in time.
     """
     settings, base_s, seconds = state.settings, costs.prefill.base_s, load.compute_s / 2
     if not state.policy.preemptible:
@@ -37,30 +37,13 @@ def pass_limit_s(state: State, load: Load, costs: CostModel) -> float:
     left_s = max(0.0, state.handover_at(load) - state.now)
     if hurries:
         return max(_SHORT_PASS * base_s, left_s) if left_s else free_s
-    limit_s = max(_SHORT_PASS * base_s, min(settings.max_pass_s, left_s / _PASSES))
+    limit_s = max(_SHORT_PASS * base_s, min(settings.max_pass_s, left_s / MOST_KNOWN))
     # Other loads wait for a pass, and with one worker all decoding: until one has stopped much has come together.
     alone = settings.workers > 1 and len(state.loads) == 1
     if settings.interrupts and alone and not state.workers.was_interrupted(state.now):
         saved_s = (_saved_by(state, load, load.floor_left_s) - state.now) / (NOTICED + _STOPS_S)
         limit_s = max(limit_s, min(settings.max_pass_s, saved_s))
     return limit_s
-
-
-def sure_limit_s(state: State, load: Load, costs: CostModel) -> float:
-    """Seconds that a pass may be expected to take while costs or link are hardly known; infinite where they are.
-
-    Even if it takes longer than expected, it should not be what ends last.
-    """
-    plan, now = load.plan, state.now
-    if not state.policy.preemptible or plan is None or not (load.plan_bytes or state.link.fetches):
-        return inf
-    bandwidth, doubt = state.estimates.bandwidth, state.estimates.prefill.high
-    ends = load.planned_at + plan.finish_s - costs.closing_s(load.prompt_tokens)
-    if load.goal.objective != "earliest" and plan.in_time:
-        ends = state.handover_at(load)  # a link that is faster than expected makes nothing late
-    else:
-        doubt = max(doubt, bandwidth.high / max(bandwidth.value, 1.0))
-    return inf if doubt <= DOUBT else (ends - now) / doubt
 
 
 def pass_chunks(state: State, load: Load, costs: CostModel) -> float:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 Begins = Literal["closing", "looked", "documents"]
-_GRID = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
-"""Shares of rows that are weighed against each other, besides the bounds of an option."""
 LEAST_ERROR = 1e-12
 """120 dB: errors below count as this."""
 
@@ -90,8 +88,8 @@ class RepairOption:
         return rows + ceil(self.scan * (tokens - rows))
 
     def candidates(self) -> list[float]:
-        """Shares to weigh against each other, growing."""
-        return sorted({self.least, self.most, *(share for share in _GRID if self.least < share < self.most)})
+        """Shares to weigh against each other, growing: those that were measured, and the bounds."""
+        return sorted({self.least, self.most, *(share for share in self.shares if self.least < share < self.most)})
 
     def best(self, left_s: float, closing_s: Callable[[float], float], coding: Sequence[tuple[float, float]]) -> float:
         """Choose the share with the least error in time; of those that are as good, the smallest."""

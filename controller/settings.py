@@ -77,7 +77,8 @@ class ControllerSettings:
         max_pass_s: A forward pass is not made longer than this where that can be helped, so that others get their turn.
         stall_s: Seconds without a byte after which the link counts as dead until one comes; sooner where recomputing
             must begin to keep a deadline.
-        patience_s: Seconds that a fetch may take where nothing else says how long.
+        patience_s: Seconds that a fetch may take where nothing else says how long; and for which an engine that had to
+            be stopped counts as slow, unless a pass keeps its time.
         max_failures: Fetches of one document in a row that bring nothing, after which its blob is given up.
         replan_s: Seconds for which a plan is used again, at least.
         plan_s: Seconds of the processor that making a plan takes, by ``benchmarks/decision_time.py``.

@@ -32,7 +32,7 @@ from .chunk_table import (
 )
 from .costs import busiest
 from .joining import Joining
-from .limits import interrupts_at, pass_limit_s, sure_limit_s
+from .limits import interrupts_at, pass_limit_s
 from .link import InflightFetch
 from .policies.adaptive import LOOK_SHARE
 from .state import DOUBT
@@ -203,7 +203,7 @@ class Starter:
         if state.estimates.bandwidth.is_guess and state.link.fetches and state.policy.preemptible:
             # The first bytes tell more than any prior: what is computed in vain is at most as long as they took.
             room_s = min(room_s, state.link.waited_s(state.now))
-        found = load.next_pass(costs, min(pass_limit_s(state, load, costs), room_s, sure_limit_s(state, load, costs)))
+        found = load.next_pass(costs, min(pass_limit_s(state, load, costs), room_s))
         if found is None:
             return None
         doc, (first, *_) = found

@@ -63,7 +63,7 @@ class State:
         """Start idle."""
         self.estimates, self.settings, self.policy = estimates, settings, policy
         self.loads: dict[int, Load] = {}
-        self.link, self.workers = Link(estimates, settings), Workers(settings.workers)
+        self.link, self.workers = Link(estimates, settings), Workers(settings.workers, settings.patience_s)
         self.arrivals = ArrivalRate()
         self.now = -inf
         self.held = 0  # bytes asked for, arrived or kept

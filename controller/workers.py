@@ -15,7 +15,6 @@ Worker = Literal["prefill", "decode"]
 
 NOTICED = 1.5
 """Factor off what was expected that is more than noise: of a link where samples repeat it, of a forward pass."""
-_SLOW_S = 3.0  # for so long an engine counts as slow after a pass that was stopped for that
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,14 +60,14 @@ def check_seconds(seconds: float) -> None:
 class Workers:
     """At most one job on each worker; then closings, which link a ready prompt and run its question, in turn."""
 
-    def __init__(self, count: int) -> None:
-        """Start idle."""
-        self._count = count
+    def __init__(self, count: int, patience_s: float) -> None:
+        """Start idle; an engine counts as slow for ``patience_s`` after a pass that was stopped for that."""
+        self._count, self._patience_s = count, patience_s
         self._jobs: dict[Worker, Job] = {}
         self.closings: dict[int, Job] = {}
         self._closing_since: float | None = None  # when the first of them began
         self._interrupted: Job | None = None  # it runs, and was asked to stop
-        self._slow, self._slow_until = 1.0, -inf  # of a pass that was stopped, until another one keeps its time
+        self._slow, self._slow_until = 1.0, -inf  # of a pass that was stopped, while nothing else is known
 
     def is_free(self, worker: Worker) -> bool:
         """Whether a job could begin."""
@@ -92,7 +91,7 @@ class Workers:
         if worker == "prefill":
             slowness = job.slowness(now)
             if job is self._interrupted and slowness > 1:
-                self._slow, self._slow_until = slowness, now + _SLOW_S
+                self._slow, self._slow_until = slowness, now + self._patience_s
             elif job is not self._interrupted and slowness == 1:
                 self._slow_until = -inf
             self._interrupted = None

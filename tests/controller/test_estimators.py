@@ -43,7 +43,6 @@ def test_cold_start_is_the_prior_and_far_from_certain():
     cold = fed(5 * MB, [])
     assert (cold.value, cold.usual, cold.is_measured) == (5 * MB, 5 * MB, False)
     assert cold.low < 0.7 * cold.value
-    assert cold.high > 1.4 * cold.value
     assert BandwidthEstimator(5 * MB, prior_error=0.1).low > 0.9 * 5 * MB
     assert fed(0, []).value == fed(0, []).low == 0
 
@@ -65,7 +64,7 @@ def test_a_wrong_prior_is_forgotten_on_any_steady_link(rate, wrong, step):
 def test_the_lower_bound_comes_close_on_a_steady_link(rate, wrong):
     step = max(0.005, 20_000 / rate)
     estimator = fed(rate * wrong, steady(rate, 0, 10.5 * step, step))
-    assert 0.9 * rate < estimator.low < estimator.value < estimator.high < 1.1 * rate
+    assert 0.9 * rate < estimator.low < estimator.value < 1.1 * rate
     assert estimator.low > 0.95 * estimator.value
 
 
@@ -126,7 +125,7 @@ def test_tiny_samples_are_kept_back_not_lost():
 @given(st.lists(st.tuples(st.integers(0, 10**8), st.floats(0, 100), st.floats(0, 5)), max_size=30))
 def test_stays_between_the_bounds_and_never_breaks(samples):
     estimator = fed(3 * MB, [(size, start, start + length) for size, start, length in samples])
-    assert 0 <= estimator.low <= estimator.value <= estimator.high < inf
+    assert 0 <= estimator.low <= estimator.value < inf
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**7), st.floats(0.01, 0.5)), min_size=1, max_size=20), st.integers(0, 20))

@@ -138,12 +138,12 @@ def test_where_time_is_short_rows_give_way_to_the_deadline():
 
 
 def test_a_repair_that_gives_much_goes_before_finer_bytes():
-    """A third of a second on a link that carries two levels in it: where links matter, fewer bytes, more rows."""
+    """Three tenths of a second on a link that carries two levels in it: where links matter, fewer bytes, more rows."""
     much = replace(OPTION, error=5.0)
     little = replace(OPTION, error=1e-6)
     rows, levels = [], []
     for option in (little, OPTION, much):
-        played = play([arrival(option, deadline_s=0.35)], 8 * MB)
+        played = play([arrival(option, deadline_s=0.3)], 8 * MB)
         assert only(played).in_time
         rows.append(finish(played).repair)
         levels.append(only(played).error)
