@@ -118,8 +118,9 @@ def find_entry(catalog: Catalog, config: str, document: str) -> tuple[KeySpace, 
     if found:
         names = ", ".join(space.config for space, _ in found)
         raise ArgumentError(f"several model configurations have {document!r}: choose one with --config: {names}")
+    like = f" that begin with {config!r}" if config else ""
     raise NotFoundError(
-        f"{document!r} is not in {catalog.store.url}, where this tenant has {len(spaces)} model configurations; "
+        f"{document!r} is not in {catalog.store.url}, where this tenant has {len(spaces)} model configurations{like}; "
         "see kvwire store ls, --tenant and --config"
     )
 

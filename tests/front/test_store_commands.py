@@ -111,6 +111,8 @@ def test_a_document_of_several_configurations_needs_one_named(run, folder, small
     assert code == 2
     assert "--config" in err
     assert run("stat", "text alone", "--store", folder, "--config", "eee")[0] == 0
+    code, _, err = run("stat", "text alone", "--store", folder, "--config", "zz")
+    assert (code, "this tenant has 0 model configurations that begin with 'zz'" in err) == (3, True)
 
 
 def test_removed_documents_are_garbage_afterwards(run, folder, small):
