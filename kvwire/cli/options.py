@@ -102,8 +102,11 @@ def _schemes(_context: click.Context, _option: click.Parameter, told: tuple[str,
 
     names = tuple(name.strip() for each in told for name in each.split(","))
     for name in names:
-        if name != DONORS:
-            hash_scheme(name, "")
+        try:
+            _ = name == DONORS or hash_scheme(name, "")
+        except ArgumentError as error:
+            msg = f"{error}; {DONORS} is an index, too"
+            raise ArgumentError(msg) from None
     return names
 
 

@@ -58,9 +58,9 @@ def salt(options: _SaltOptions) -> None:
         raise ArgumentError("--system and --before are of a chat: give --chat, too")
     if options.chat and (options.question is None or options.computed):
         raise ArgumentError("--chat makes a whole request: give --question, and leave out --computed")
-    choice = Choice.read(({"documents": names} if names else {}) | flags | chosen)
-    if not choice.mode:
+    if not (names or options.prefix):
         raise ArgumentError("name documents with --docs, or ask for --prefix: what only keeps a prompt needs no salt")
+    choice = Choice.read(({"documents": names} if names else {}) | flags | chosen)
     model, place = options.model or "", options.place
     with place.opened() as store:
         corpus = Corpus.open(store, model=model_name(model), **place.whose())

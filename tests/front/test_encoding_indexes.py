@@ -92,3 +92,4 @@ def test_encode_and_store_index_write_entries(run, small, demo_model, tmp_path):
     code, _, err = run(*words, "--store", tmp_path / "store", "--index", "other")
     assert code == 2
     assert "an index is one of kvwire, lmcache, sglang" in err
+    assert "donors is an index, too" in err

@@ -284,3 +284,10 @@ def test_salt_prints_what_a_request_for_a_prefix_carries(run, small, demo_model,
     code, _, err = run("salt", "--save", "--store", tmp_path / "store")
     assert code == 2
     assert "name documents with --docs" in err
+
+
+@pytest.mark.parametrize("more", [(), ("--save",), ("--level", 1)])
+def test_a_salt_without_documents_names_the_options(run, tmp_path, more):
+    code, _, err = run("salt", *more, "--store", tmp_path / "store")
+    assert code == 2
+    assert "name documents with --docs, or ask for --prefix" in err
