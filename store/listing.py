@@ -1,4 +1,4 @@
-"""Looking through many keys: children of a prefix, equal parts of a store, and reading small objects ahead."""
+"""Looking through many keys: children of a prefix, equal parts of a store, and reading and writing many objects."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 os.environ["KVWIRE_ESTIMATES"] = "off"  # what tests measure stays out of the user's file
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined: no test needs a GPU
-pytest.register_assert_rewrite("tests.engines.conformance")  # no test module, yet its failures show both sides
+pytest.register_assert_rewrite("kvwire.engines.testing")  # no test module, yet its failures show both sides
 ROOT = Path(__file__).resolve().parents[1]
 SLOW = (
     "codec/test_round_trips.py",

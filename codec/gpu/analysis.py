@@ -169,7 +169,7 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def _kept_energies(coefficients: Tensor, group: DeviceGroup) -> Tensor:
-    """Compute ``kept_energy`` of each token."""
+    """``kept_energies`` on a device."""
     known = coefficients if group.gram is None else coefficients @ group.gram
     return (known * coefficients).sum(1, dtype=torch.float64)
 

@@ -43,7 +43,7 @@ _FLAT = 1e-6
 MANY_TOKENS = 64
 """Chunks of at least this many tokens measure the energy that is left out by every eighth token."""
 FIRST_TOKENS = 8
-"""Of a document's first chunk, all are measured: attention sinks are among them, whose energies differ."""
+"""So many tokens of a document are all measured: attention sinks are among them, whose energies differ."""
 
 
 def gather(cache: KVCache, side: Side, layers: tuple[int, ...], start: int, stop: int) -> Tensor:

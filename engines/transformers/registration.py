@@ -84,10 +84,10 @@ def learn_layout(model: PreTrainedModel, devices: Devices) -> tuple[tuple[LayerS
             "so its caches cannot be moved; use a model with rotary positions"
         )
     _check_continues(model, devices, ids, whole, part, turns, distance, tolerance)
-    _check_windows(model, devices, ids[0], windows)
     if len(windows) < len(whole):
         msg = f"this model stores {len(whole)} layers, its configuration lays out {len(windows)}; use another model"
         raise MismatchError(msg)
+    _check_windows(model, devices, ids[0], windows)
     specs = (_spec(*pair, *turn, window, used) for pair, turn, window in zip(whole, turns, windows, strict=False))
     return tuple(specs), used
 
@@ -132,10 +132,17 @@ def run(model: PreTrainedModel, devices: Devices, ids: list[int], start: int, pa
     places = [devices.layer(layer) for layer in range(len(past or ()))]
     data = [(key[None].to(at), value[None].to(at)) for (key, value), at in zip(past or (), places, strict=True)]
     cache = filled(data)
+    _pass(model, devices, ids, start, cache)
+    before = max((key.shape[1] for key, _ in past or ()), default=0)
+    return [(key[:, before:].cpu(), value[:, before:].cpu()) for key, value in stored(cache, before + len(ids))]
+
+
+def _pass(model: PreTrainedModel, devices: Devices, ids: list[int], start: int, cache: DynamicCache) -> Tensor:
+    """Run tokens on top of a cache; returns the last one's logits, of a model without a head all hidden states."""
     positions = torch.arange(start, start + len(ids), device=devices.inputs)[None]
     tokens = torch.tensor([ids], device=devices.inputs)
     try:
-        model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
     except _FAILURES as error:
         if any(word in str(error) for word in _OF_DEVICES):
             raise
@@ -143,8 +150,7 @@ def run(model: PreTrainedModel, devices: Devices, ids: list[int], start: int, pa
             f"this model does not run on token ids, their positions and a plain key-value cache ({_words(error)}); "
             "use a decoder that does, such as a causal language model with rotary positions"
         ) from error
-    before = max((key.shape[1] for key, _ in past or ()), default=0)
-    return [(key[:, before:].cpu(), value[:, before:].cpu()) for key, value in stored(cache, before + len(ids))]
+    return out[0]  # type: ignore[no-any-return]
 
 
 def stored(cache: DynamicCache, tokens: int) -> Layers:
@@ -339,11 +345,9 @@ def _check_windows(model: PreTrainedModel, devices: Devices, token: int, windows
         for factor in (1.0, 1.0, _LOUD):  # the first two show how far two passes differ anyway
             cache = DynamicCache()
             cache.layers = [_AlikeLayer(window, factor if own == window else 1.0) for own in windows]
-            positions = torch.tensor([[window]], device=devices.inputs)
-            ids = torch.tensor([[token]], device=devices.inputs)
-            out = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            out = _pass(model, devices, [token], window, cache)
             states = (layer.new for layer in cache.layers if isinstance(layer, _AlikeLayer))
-            passes.append([*(state for state in states if state is not None), out.logits.flatten().cpu()])
+            passes.append([*(state for state in states if state is not None), out.flatten().cpu()])
         for first, second, loud in zip(*passes, strict=True):
             if float((loud - first).abs().max()) > 2 * float((second - first).abs().max()):
                 raise MismatchError(

@@ -41,7 +41,7 @@ class Editing:
     def __init__(self, engine: Engine, begun: Begun, plan: EditPlan, room: int) -> None:
         """Compare once more all that is reused, token by token. room: tokens of an answer to have memory for."""
         self._engine, self._begun, self._plan, self._room = engine, begun, plan, room
-        self._text, self.rest = begun.whole[: plan.script.tokens], begun.whole[plan.script.tokens :]
+        self._text, self.rest = begun.text[: plan.script.tokens], begun.text[plan.script.tokens :]
         plan.script.check([donor.token_ids for donor in plan.donors], self._text)
         self._script = plan.script  # what becomes of it
         self._repaired = 0  # rows computed anew beside holes

@@ -41,7 +41,7 @@ class PromptRequest:
         goal: The controller's; its deadline counts from ``started``.
         timeouts: Longest waits, from ``started``.
         reusing: What of the store it may be made of.
-        whole: Its token ids behind the opening tokens; empty: not known yet.
+        whole: Its token ids, opening tokens included; empty: not known yet.
         started: When it was asked for, on ``time.monotonic``.
         misses: What went wrong while it was looked for: added to as it goes.
     """
@@ -93,7 +93,7 @@ class Begun:
     document: str = ""
 
     @property
-    def whole(self) -> tuple[int, ...]:
+    def text(self) -> tuple[int, ...]:
         """The prompt's token ids without its opening, where the found document's are known."""
         return (*(self.found.text or ())[: self.wanted], *self.rest)
 

@@ -209,7 +209,7 @@ def dead_for():
 
 
 def margin():
-    """Share of a deadline by which a load must be in time to be admitted."""
+    """Share of the shortest deadline that is admitted which is left, as forecast once fetches have begun."""
     for deadline_s in np.arange(0.02, 0.5, 0.0005):
         estimated = Estimates(COSTS, 5 * MB, RTT_S)
         estimated.bandwidth = fed()

@@ -310,3 +310,8 @@ def test_a_window_that_the_model_ignores_is_refused(name):
         TransformersEngine(model)
     model.config.sliding_window = WINDOW  # as the error says
     TransformersEngine(model)
+
+
+def test_a_model_without_a_head_is_learnt_with_its_windows():
+    model = make_model(config_of("mistral"))
+    assert TransformersEngine(model.model).meta.layers == engine_of("mistral").meta.layers

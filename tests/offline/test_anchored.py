@@ -8,7 +8,7 @@ import torch
 from kvwire.engines.transformers import open_engine
 from kvwire.offline import RunOptions, encode_side_by_side, pipeline, prepare_profile
 from kvwire.reuse import LinkLayout, SoftTokens, anchors, own_tokens, stored_tokens
-from kvwire.runtime import calibrate
+from kvwire.runtime.calibrate import Calibration
 from kvwire.runtime.coding import EXTENTS
 from kvwire.runtime.corpus import Coding, Corpus
 from kvwire.store import MemoryStore
@@ -32,13 +32,13 @@ def corpus(soft_engine):
 @pytest.fixture
 def computed(monkeypatch):
     """Token ids of every text that a profile is fitted on."""
-    seen, compute = [], calibrate.compute_document
+    seen, compute = [], Calibration.compute
 
-    def watched(engine, ids, coding):
+    def watched(self, ids, neutral=0):
         seen.append(tuple(ids))
-        return compute(engine, ids, coding)
+        return compute(self, ids, neutral)
 
-    monkeypatch.setattr(calibrate, "compute_document", watched)
+    monkeypatch.setattr(Calibration, "compute", watched)
     return seen
 
 
