@@ -9,8 +9,10 @@ import sys
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.store import FolderStore
 
-MOST_ENTERED, MOST_IMPORTED = 139, 206
-"""Modules of kvwire in which a function runs, and that are imported, for one ``kvwire ask``."""
+MOST_ENTERED, MOST_IMPORTED = 141, 206
+"""Modules of kvwire in which a function runs, and that are imported, for one ``kvwire ask``.
+
+Entered are 137 to 140: it depends on what is fetched and what recomputed."""
 
 WATCH = """
 import json, sys, threading

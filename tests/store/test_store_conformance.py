@@ -66,6 +66,7 @@ class TestFolderStoreOfFiles(TestFolderStore):
 
 def test_without_pytest_the_suite_says_what_to_install(monkeypatch):
     real = find_spec
+    monkeypatch.delattr(testing, "StoreMachine")  # as if it were not imported yet
     monkeypatch.setattr(testing, "find_spec", lambda name: None if name == "hypothesis" else real(name))
     with pytest.raises(ImportError, match="pip install hypothesis"):
         testing.StoreMachine  # noqa: B018 - looking it up imports it
