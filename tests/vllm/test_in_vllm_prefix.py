@@ -399,7 +399,7 @@ def test_a_thousand_requests_leak_nothing(places):
     assert lost_tokens > 1000
     for early, late in zip(rounds[4], rounds[-1], strict=True):
         assert late[0] <= early[0] * 1.05 + 20
-        assert late[1] <= early[1] + 2
+        assert late[1] <= early[1] + 8  # pools start threads when they first need them
         assert late[2] <= early[2] + 16
     assert counted(other, "kv_cache_usage_perc") == 0
     prompt = drawn(99, 2040)  # takes 64 blocks of 71
