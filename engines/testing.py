@@ -23,6 +23,8 @@ __all__ = ["EngineConformance"]
 class EngineConformance:
     """Tests of an engine; subclass it in a test module and give the fixture ``engine``.
 
+    With ``pytest.register_assert_rewrite("kvwire.engines.testing")`` before the import, failures show both sides.
+
     Example:
         ::
 

@@ -43,9 +43,8 @@ _FREQUENCIES = "inv_freq"
 _MOST_WORDS = 200
 _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)
 _RANK = 4  # [batch, heads, tokens, dim]
-
-_LOUD = 1000.0
-"""Factor on a row's values that shows in the results when the row is seen, and that float16 holds."""
+_LOUDNESS = 8.0
+"""Times the values of all rows together that one row has, so that results show whether it is seen."""
 
 Layers = list[tuple["Tensor", "Tensor"]]
 Turn = tuple[RopeRegime, int] | None
@@ -87,7 +86,7 @@ def learn_layout(model: PreTrainedModel, devices: Devices) -> tuple[tuple[LayerS
     if len(windows) < len(whole):
         msg = f"this model stores {len(whole)} layers, its configuration lays out {len(windows)}; use another model"
         raise MismatchError(msg)
-    _check_windows(model, devices, ids[0], windows)
+    _check_windows(model, devices, ids[0], windows, tolerance)
     specs = (_spec(*pair, *turn, window, used) for pair, turn, window in zip(whole, turns, windows, strict=False))
     return tuple(specs), used
 
@@ -318,11 +317,11 @@ def _check_continues(
 
 
 class _AlikeLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """Pretends that some tokens like the new one came before; the oldest one's values can be loud."""
+    """Pretends that some tokens like the new one came before; the oldest one can be loud."""
 
-    def __init__(self, tokens: int, factor: float) -> None:
+    def __init__(self, tokens: int, *, is_loud: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tokens, self._factor = tokens, factor
+        self._tokens, self._is_loud = tokens, is_loud
         self.new: Tensor | None = None
 
     def get_seq_length(self) -> int:
@@ -333,25 +332,30 @@ class _AlikeLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Repeat the new token's keys and values."""
         self.new = torch.cat([key_states.flatten(), value_states.flatten()]).cpu()
         keys, values = (part.repeat(1, 1, self._tokens + 1, 1) for part in (key_states, value_states))
-        values[:, :, 0] *= self._factor
+        if self._is_loud:
+            most = torch.finfo(values.dtype).max / (2 * float(values.abs().max()) + 1)  # infinite ones would give NaN
+            other = values[:, :, 0].roll(1, -1)  # of another direction: norms behind attention take lengths away
+            values[:, :, 0] = other * min(_LOUDNESS * self._tokens, most)
         return keys, values
 
 
 @torch.no_grad()
-def _check_windows(model: PreTrainedModel, devices: Devices, token: int, windows: list[int | None]) -> None:
+def _check_windows(
+    model: PreTrainedModel, devices: Devices, token: int, windows: list[int | None], tolerance: float
+) -> None:
     """Check that layers do not see the token just outside their window: some models ignore a configured window."""
     for window in {window for window in windows if window is not None and window < window_of(model)}:
         passes = []
-        for factor in (1.0, 1.0, _LOUD):  # the first two show how far two passes differ anyway
+        for is_loud in (False, True):
             cache = DynamicCache()
-            cache.layers = [_AlikeLayer(window, factor if own == window else 1.0) for own in windows]
+            cache.layers = [_AlikeLayer(window, is_loud=is_loud and own == window) for own in windows]
             out = _pass(model, devices, [token], window, cache)
             states = (layer.new for layer in cache.layers if isinstance(layer, _AlikeLayer))
             passes.append([*(state for state in states if state is not None), out.flatten().cpu()])
-        for first, second, loud in zip(*passes, strict=True):
-            if float((loud - first).abs().max()) > 2 * float((second - first).abs().max()):
-                raise MismatchError(
-                    f"this model's configuration gives layers a sliding window of {window} tokens, but they see older "
-                    "ones, so its caches would lack tokens that it attends to; set sliding_window in its configuration "
-                    "to null or to max_position_embeddings, or use another model"
-                )
+        pairs = [(quiet.float(), loud.float()) for quiet, loud in zip(*passes, strict=True)]
+        if any(float((loud - quiet).norm()) > tolerance * float(quiet.norm()) for quiet, loud in pairs):
+            raise MismatchError(
+                f"this model's configuration gives layers a sliding window of {window} tokens, but they see older "
+                "ones, so its caches would lack tokens that it attends to; set sliding_window in its configuration "
+                "to null or to max_position_embeddings, or use another model"
+            )

@@ -102,8 +102,10 @@ def _schemes(_context: click.Context, _option: click.Parameter, told: tuple[str,
 
     names = tuple(name.strip() for each in told for name in each.split(","))
     for name in names:
+        if name == DONORS:
+            continue
         try:
-            _ = name == DONORS or hash_scheme(name, "")
+            hash_scheme(name, "")
         except ArgumentError as error:
             msg = f"{error}; {DONORS} is an index, too"
             raise ArgumentError(msg) from None

@@ -303,9 +303,10 @@ def test_windows_of_one_token_and_of_all(window):
     assert cache_error(extended, whole.slice(15, 20)) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["LlamaConfig", "MoshiConfig"])
-def test_a_window_that_the_model_ignores_is_refused(name):
-    model = make_model(make_config(name, sliding_window=SLIDING, num_key_value_heads=6))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["LlamaConfig", "MoshiConfig", "Olmo2Config"])  # Olmo2: a norm behind attention
+def test_a_window_that_the_model_ignores_is_refused(name, dtype):
+    model = make_model(make_config(name, sliding_window=SLIDING, num_key_value_heads=6)).to(dtype)
     with pytest.raises(MismatchError, match="they see older ones"):
         TransformersEngine(model)
     model.config.sliding_window = WINDOW  # as the error says

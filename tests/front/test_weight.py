@@ -9,7 +9,7 @@ import sys
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.store import FolderStore
 
-MOST_ENTERED, MOST_IMPORTED = 141, 206
+MOST_ENTERED, MOST_IMPORTED = 140, 206
 """Modules of kvwire in which a function runs, and that are imported, for one ``kvwire ask``.
 
 Entered are 137 to 140: it depends on what is fetched and what recomputed."""
