@@ -59,7 +59,8 @@ class Reuse:
         document: The stored document that the prompt begins with; empty without one.
         loaded: Number of the prompt's tokens loaded from the store.
         computed: Number of computed tokens.
-        saved: The document in which prompt and answer were saved; empty if they were not.
+        saved: The document in which prompt and answer were saved, or, if made from donors, are being saved; empty if
+            they were not.
         donors: Names of the similar documents whose rows were moved into the prompt, with the number of tokens of each.
         holes: Number of tokens computed between these.
         repaired: Number of moved rows that were recomputed.

@@ -146,6 +146,4 @@ class Editing:
         misses = [*answer.misses, *begun.request.misses]
         if lost := plan.script.reused - script.reused:
             misses.append(f"{lost} tokens of donors did not come, and were computed")
-        if begun.keep is not None:
-            misses.append("prompt and answer were not kept: rows of other prompts are in it; ask with reuse exact")
         return replace(answer, reused=reuse, misses=tuple(misses), expected_kl=kl, document_kl=(self._kl,))

@@ -195,7 +195,8 @@ class Loader:
             objective: As for ``ask``.
             tokens: Longest answer.
             save: Store prompt and answer as a document, named by its content, for prompts that begin with them, and
-                with ``auto`` and ``donors`` for similar ones. Prompts made from donors are not saved.
+                with ``auto`` and ``donors`` for similar ones. A prompt made from donors is computed whole and saved
+                in the background after its answer; ``close`` waits for that.
             reuse: ``exact``: only a stored beginning; ``auto``: also donors, if they save a quarter of the time;
                 ``donors``: donors in any case; ``none``: compute all. None: ``auto`` for models that ``kvwire
                 check-model --edits`` found safe, else ``exact``.

@@ -168,6 +168,18 @@ class Prompter:
             [await of_entry(donor.document, donor.token_ids, timeouts) for donor in plan.donors]
         )
 
+    def finish_edited(self, begun: Begun, answer: Answer, load: Load) -> Answer:
+        """The answer to an edited prompt, which is kept in the background if that was asked for."""
+        if begun.keep is None or answer.reused is None:
+            return answer
+        saved = self._saver.save_edited(begun, begun.keep, answer, load.driver)
+        misses = answer.misses if saved else (*answer.misses, "prompt and answer were not saved: too many others wait")
+        return replace(answer, reused=replace(answer.reused, saved=saved), misses=misses)
+
+    def wait(self) -> None:
+        """Wait for what is kept in the background."""
+        self._saver.wait()
+
     async def finish(self, begun: Begun, answer: Answer, load: Load, past: Any) -> Answer:  # noqa: ANN401
         """Say where tokens came from, and keep prompt and answer; whatever fails there costs no answer."""
         opening, (document,) = load.work.prompt.opening, load.documents

@@ -125,6 +125,8 @@ class LoadRunner:
             if self._used:
                 self.remember()
         self.closer.wait()
+        if "prompter" in vars(self):
+            self.prompter.wait()
         self.warming.close()
         self.session.close()
         self._used.clear()  # the threads that would write it have ended
@@ -288,7 +290,7 @@ class LoadRunner:
                 closing = await load.driver.compute(partial(made.close, load, self._estimates))
                 answer = await self.closer.answer(load, closing, tokens, begun.stop, is_prompt=True)
                 self.remember(load)
-                return made.told(answer)
+                return self.prompter.finish_edited(begun, made.told(answer), load)
 
     @cached_property
     def prompter(self) -> Prompter:

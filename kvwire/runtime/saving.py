@@ -7,7 +7,9 @@ both share. Rows that were computed over a lossy prefix say so (``BlobInfo.conte
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -18,24 +20,36 @@ from msgspec import structs
 
 from kvwire.codec import encode
 from kvwire.errors import ArgumentError, ConflictError, CorruptError, MismatchError, NotFoundError
+from kvwire.reuse import LinkedPrompt
+from kvwire.reuse.edits.place import BLOCK_ROWS
 from kvwire.runtime.coding import Computed, Document
+from kvwire.runtime.document import in_words
 from kvwire.runtime.grow import Grower, Grown, takes_parts
 from kvwire.store.catalog.grown import leading
 from kvwire.types import KVCache, digest_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from concurrent.futures import Future
+
     from kvwire.engines.base import Engine
     from kvwire.runtime.answer import Answer
     from kvwire.runtime.corpus import Corpus
+    from kvwire.runtime.driver import ControllerDriver
     from kvwire.runtime.load import Load
     from kvwire.runtime.prompt_request import Begun, Keep
     from kvwire.store import CatalogEntry, PrefixIndex
 
+_log = logging.getLogger("kvwire.runtime")
 PROMPTS = "prompts/"
 """What names of prompts that are kept begin with; a digest of their tokens follows."""
 _DIGEST_CHARS = 32
 _LEAST_HEAD = 64
 """Tokens of a system text that is kept by itself, for other sessions to share: the index finds none that is shorter."""
+_MOST_WAITING = 16
+"""Edited prompts that wait to be computed and kept; more are left out, and told."""
+_CLOSING_S = 60.0
+"""Longest wait for them when a loader closes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +94,7 @@ class Saver:
 
         etag: of the entry that is replaced, empty for none; None: whatever is there, which has the same content.
         """
-        name = name or f"{PROMPTS}{digest_tokens(rows.token_ids)[:_DIGEST_CHARS]}"
+        name = name or name_of(rows.token_ids)
         entry = self._there(name, rows.token_ids) or self._written(rows, name, etag)
         self._corpus.changes += 1
         self._index.write(entry, rows.token_ids, rows.opening, after=self._indexed(rows, entry))
@@ -132,7 +146,8 @@ class Saver:
         base = structs.replace(base, levels=tuple((level.name, level.cumulative_bytes) for level in info.levels))
         ids = rows.token_ids
         grown = Grown(base, etag, info, name, ids[: base.tokens], ids[base.tokens :], rows.level)
-        if info.soft_tokens or info.neutral_prefix != rows.opening or not takes_parts(grown):
+        is_worse = rows.level is None and info.context_level is not None  # over lossy rows, as these are not
+        if is_worse or info.soft_tokens or info.neutral_prefix != rows.opening or not takes_parts(grown):
             return None
         if any(level.lossless for level in info.levels) and info.meta.dtype != rows.cache.meta.dtype:
             return None
@@ -164,25 +179,31 @@ class Saver:
         return self._steps.write(document, blob, info, profile, etag=etag)
 
 
+def name_of(token_ids: Sequence[int]) -> str:
+    """Name of a kept prompt, by its content."""
+    return f"{PROMPTS}{digest_tokens(token_ids)[:_DIGEST_CHARS]}"
+
+
 class AnswerSaver:
-    """Keeps prompts and answers of one loader, the model's rows at hand; used on the session's loop."""
+    """Keeps prompts and answers of one loader; used on the session's loop."""
 
     def __init__(self, engine: Engine, corpus: Corpus, writer: str) -> None:
         """Read nothing yet. writer: see ``DonorIndex``."""
         self._engine, self._corpus, self._writer = engine, corpus, writer
         self._saver: Saver | None = None
+        self._waiting: set[Future[None]] = set()
+        self._turn = asyncio.Lock()
 
     async def save(self, begun: Begun, keep: Keep, answer: Answer, load: Load, past: Any) -> str:  # noqa: ANN401
         """Keep prompt and answer; returns under which name."""
-        engine, (document,), prompt, compute = self._engine, load.documents, load.work.prompt, load.driver.compute
+        (document,), prompt, compute = load.documents, load.work.prompt, load.driver.compute
         info, opening = document.info, load.work.prompt.opening
         if prompt.cache.kept is not None or document.token_ids is None:
             raise ArgumentError("the stored document that it begins with is pruned, or its text is not known")
         if info is not None and (info.neutral_prefix != opening or info.soft_tokens):
             msg = f"{document.document_id!r} was not computed as a prompt's beginning: encode it with --index kvwire"
             raise ArgumentError(msg)
-        ends = begun.stop | engine.end_tokens
-        behind = (*begun.rest, *(answer.tokens[:-1] if answer.tokens[-1] in ends else answer.tokens))
+        behind = (*begun.rest, *self._said(begun, answer))
         ids = (*document.token_ids[: begun.wanted], *behind)
         ran = len(begun.rest) + len(answer.tokens) - 1
         cache = await compute(partial(self._rows, prompt.cache, past, len(opening), ids, behind, ran))
@@ -191,20 +212,75 @@ class AnswerSaver:
         if info is not None and levels:
             lossy = [level for level in levels if not info.levels[level].lossless]
             lossy += [] if info.context_level is None else [info.context_level]
-        base, shared = begun.found.entry, begun.wanted if begun.found.entry else 0
-        rows = Rows(
-            ids, cache, opening, min(lossy, default=None), base, shared, shared and shared + len(opening)
-        )  # fmt: skip
+        return await self._put(begun, keep, self._rows_of(begun, ids, cache, min(lossy, default=None)), load.driver)
+
+    def save_edited(self, begun: Begun, keep: Keep, answer: Answer, driver: ControllerDriver) -> str:
+        """Keep an edited prompt and its answer in the background; returns under which name, empty if too many wait.
+
+        All rows are computed anew, as a prefill does: what is kept has seen none of the donors' words, so that errors
+        of edits never add up.
+        """
+        if len(self._waiting) >= _MOST_WAITING:
+            return ""
+        ids = (*begun.text, *self._said(begun, answer))
+        saving = self._save_whole(begun, keep, ids, driver)
+        future = asyncio.run_coroutine_threadsafe(saving, asyncio.get_running_loop())
+        self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
+        return name_of(ids)
+
+    def wait(self) -> None:
+        """Wait for what is kept in the background; in any thread but the loop's."""
+        if late := wait(tuple(self._waiting), _CLOSING_S).not_done:
+            _log.warning("%d prompts were not saved: computing them takes over %g s", len(late), _CLOSING_S)
+
+    async def _save_whole(self, begun: Begun, keep: Keep, ids: tuple[int, ...], driver: ControllerDriver) -> None:
+        try:
+            async with self._turn:
+                cache = await self._computed(ids, driver)
+                await self._put(begun, keep, self._rows_of(begun, ids, cache, None), driver)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the answer was given
+            _log.warning("a prompt was not saved: %s", in_words(error))
+
+    async def _computed(self, ids: tuple[int, ...], driver: ControllerDriver) -> KVCache:
+        """Rows of a prompt without its opening, computed in blocks, so that loads get turns in between."""
+        engine, opening = self._engine, self._engine.opening_tokens
+        room = await driver.compute(partial(engine.allocate, len(opening) + len(ids)))
+        prompt = LinkedPrompt([len(ids)], engine.meta, cache=room, opening=opening)
+
+        def compute(start: int) -> None:
+            if opening and not start:
+                prompt.write_opening(engine.prefill([opening])[0])
+            before = room.slice(0, len(opening) + start) if opening or start else None
+            prompt.write(0, start, engine.extend(before, ids[start : start + BLOCK_ROWS]))
+
+        for start in range(0, len(ids), BLOCK_ROWS):
+            await driver.compute(partial(compute, start))
+        rows = prompt.document(0)
+        return KVCache.from_tensors(rows.keys, rows.values, replace(rows.meta, token_digest=""), ids)
+
+    def _said(self, begun: Begun, answer: Answer) -> tuple[int, ...]:
+        """The answer without the token that ended it."""
+        ends = begun.stop | self._engine.end_tokens
+        return answer.tokens[:-1] if answer.tokens[-1] in ends else answer.tokens
+
+    def _rows_of(self, begun: Begun, ids: tuple[int, ...], cache: KVCache, level: int | None) -> Rows:
+        opening, base = self._engine.opening_tokens, begun.found.entry
+        shared = begun.wanted if base else 0
+        return Rows(ids, cache, opening, level, base, shared, shared and shared + len(opening))
+
+    async def _put(self, begun: Begun, keep: Keep, rows: Rows, driver: ControllerDriver) -> str:
+        """Write rows, and the entries of an index of donors; returns the document's name."""
         if self._saver is None:
             made, lacks_opening = await asyncio.to_thread(self._opened)
             if lacks_opening:
-                await compute(made.put_opening)
+                await driver.compute(made.put_opening)
             self._saver = made
         write = partial(self._write, self._saver, rows, keep)
         runs_layers = await asyncio.to_thread(lambda saver: saver.runs_layers, self._saver)
-        entry = await (compute(write) if runs_layers else asyncio.to_thread(write))
+        entry = await (driver.compute(write) if runs_layers else asyncio.to_thread(write))
         if begun.keeps_donors and rows.level is None:
-            await asyncio.to_thread(self._corpus.donors(self._writer).write, entry, ids)
+            await asyncio.to_thread(self._corpus.donors(self._writer).write, entry, rows.token_ids)
         return entry.document_id
 
     def _opened(self) -> tuple[Saver, bool]:

@@ -13,7 +13,7 @@ import torch
 
 from kvwire.controller import CostModel, DecodeCost, PrefillCost, events
 from kvwire.errors import ArgumentError, NotFoundError
-from kvwire.runtime import edit_check
+from kvwire.runtime import edit_check, saving
 from kvwire.runtime.corpus import Coding, Document
 from kvwire.runtime.donor_search import FIRST_SEARCHES, TRIED_AGAIN
 from kvwire.runtime.loader import Loader
@@ -120,11 +120,12 @@ def test_the_donor_with_the_fewest_holes_is_taken(small):
     corpus, second, third = stored(small, first), edited(10), edited(15)
     with loader(small.engine, corpus, **FINE) as made:
         alone = made.plan_prompt(third).best
-        list(corpus.encode([Document("second", second)], index=INDEX))
+        told = made.ask_prompt(second, reuse="donors", save=True).reused
+    with loader(small.engine, corpus, **FINE) as made:
         best = made.plan_prompt(third).best
     assert [donor.document.document_id for donor in alone.donors] == ["donor"]
-    assert alone.script.computed == 15
-    assert [donor.document.document_id for donor in best.donors] == ["second"]
+    assert (alone.script.computed, told.holes) == (15, 10)
+    assert [donor.document.document_id for donor in best.donors] == [told.saved]
     assert best.script.computed == 5
 
 
@@ -346,8 +347,62 @@ def test_a_prompt_that_is_kept_serves_those_like_it(small, texts, prompt):
         kept = made.ask_prompt(ids, reuse="auto", save=True).reused
         told = made.ask_prompt((*ids[:200], 7, *ids[201:], *texts[0][:32]), reuse="donors", save=True)
     assert told.reused.donors == ((kept.saved, 599),)
-    assert not told.reused.saved
-    assert any("rows of other prompts" in miss for miss in told.misses)
+    assert told.reused.saved
+    assert not told.misses
+
+
+def test_an_edited_prompt_is_kept_as_a_prefill_computes_it(small, texts, prompt, monkeypatch):
+    computed, save = [], saving.Saver.save
+    monkeypatch.setattr(saving, "BLOCK_ROWS", 100)
+    monkeypatch.setattr(
+        saving.Saver, "save", lambda saver, rows, *more: computed.append(rows) or save(saver, rows, *more)
+    )
+    corpus = stored(small, texts[0], index=("donors",))
+    with loader(small.engine, corpus, **FINE) as made:
+        told = made.ask_prompt(prompt, reuse="donors", tokens=3, save=True)
+    assert told.reused.donors
+    assert told.reused.loaded < 600
+    entry = corpus.find(told.reused.saved)
+    ids = (*prompt, *told.tokens)
+    assert (corpus.text(entry), corpus.read_header(entry).context_level) == (ids, None)
+    (whole,), (rows,) = small.engine.prefill([ids]), computed
+    for ours, theirs in zip((*rows.cache.keys, *rows.cache.values), (*whole.keys, *whole.values), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5 * float(theirs.abs().max()))
+    with loader(small.engine, corpus, **FINE) as made:
+        longer = made.ask_prompt((*ids, 5, 6), reuse="exact")
+        like_it = made.ask_prompt((*ids[:400], 9, *ids[400:], *texts[1][:32]), reuse="donors")
+    assert longer.reused.document == told.reused.saved
+    assert dict(like_it.reused.donors)[told.reused.saved] >= len(ids) - 20
+
+
+def test_what_an_edited_prompt_begins_with_is_stored_once(small, corpus, texts):
+    """Unless that was computed over lossy rows, which are worse than those that are kept."""
+    list(corpus.encode([Document("other", texts[1])], index=("donors",)))
+    rest = (*texts[1][:300], 5, *texts[1][301:], *texts[0][100:140])
+    with loader(small.engine, corpus, **FINE) as made:
+        lossy = made.ask_prompt((*texts[0][:300], *texts[1][50:150]), reuse="exact", save=True).reused.saved
+        exact = made.ask_prompt((*texts[0], *rest), reuse="donors", save=True).reused
+        over = made.ask_prompt((*texts[0][:300], *texts[1][50:150], *rest), reuse="donors", save=True).reused
+    assert "other" in dict(exact.donors)
+    assert "other" in dict(over.donors)
+    parts = corpus.find(exact.saved).parts
+    assert (len(parts), parts[0].sha256) == (2, corpus.find("donor").sha256)
+    levels = [corpus.read_header(corpus.find(name)).context_level for name in (lossy, exact.saved, over.saved)]
+    assert levels == [4, None, None]
+
+
+def test_an_edited_prompt_that_cannot_be_kept_costs_no_answer(small, texts, prompt, caplog, monkeypatch):
+    store = Failing(MemoryStore())
+    corpus = stored(small, texts[0], store)
+    with loader(small.engine, corpus, **FINE) as made:
+        monkeypatch.setattr(saving, "_MOST_WAITING", 0)
+        none = made.ask_prompt(prompt, reuse="donors", save=True)
+        assert (none.reused.saved, none.misses) == ("", ("prompt and answer were not saved: too many others wait",))
+        monkeypatch.undo()
+        store.word = ".kvw"
+        told = made.ask_prompt(prompt, reuse="donors", save=True)
+    assert told.first_token == none.first_token
+    assert "a prompt was not saved: the disk is full" in caplog.text
 
 
 def test_prompts_of_other_tenants_and_writers_change_no_bit(small, texts, prompt):
