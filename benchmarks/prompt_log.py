@@ -8,11 +8,12 @@ request of each conversation, so that nothing is found but what others have said
 and each is kept, without its answer. The sketch finds donors as loads do (``DonorIndex.find``); for some requests all
 earlier ones are compared, by the shingles that they share, and those with most of them token by token.
 
-``donors``: what it is worth which requests may be donors, by tokens alone: only those that were computed (*exact*),
-edited ones at any depth, too (*edited*), or those of either with the fewest holes, by brute force (*best*). Seconds are
-planned, and donors taken as loads take them: for SmolLM2 on two cores at 50 Mbit/s, and for an 8B model's shape on an
-H100 at 10 Gbit/s. *Similar*: requests that share half of their tokens with an earlier one. *Forms* are made of one
-template; *revisions* of a text of which one sentence changes at a time.
+``donors``: what it is worth which requests are kept, by tokens alone: only those that were not made of donors
+(*exact*), or all (*edited*), which takes a whole pass *behind* the answer; of either, those that the sketch finds, or
+those with the fewest holes, by brute force (*best*). Seconds are planned, and donors taken as loads take them: for
+SmolLM2 on two cores at 50 Mbit/s, and for an 8B model's shape on an H100 at 10 Gbit/s. *Similar*: requests that share
+half of their tokens with an earlier one. *Forms* are made of one template; *revisions* of a text of which one sentence
+changes at a time.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from measure import RESULTS, SHARED, default_model, write_json
+from measure import RESULTS, default_model, write_json
 from similar import TEMPLATE, Kept, values
+from similar_parts.revisions import revisions
 from tokenizers import Tokenizer
 
 from kvwire.controller import CostModel, DecodeCost, PrefillCost
@@ -174,13 +176,14 @@ class Everything:
 
 
 class Taken(NamedTuple):
-    """What a request was made of: tokens that were reused, seconds of it and of its text, the depth of its edits."""
+    """What a request was made of: tokens that were reused, seconds of it, of its text, and of a pass behind it."""
 
     tokens: int
     reused: int
     seconds: float
     text_s: float
-    depth: int
+    is_edited: bool
+    behind_s: float = 0.0
 
 
 class Place(NamedTuple):
@@ -222,7 +225,7 @@ class Choosing:
 
     Attributes:
         place: What they take.
-        keeps_edited: Requests that were made of donors are donors, too.
+        keeps_edited: Requests that were made of donors are kept, too, computed whole behind their answers.
         is_best: Donors are those with the fewest holes, by brute force; else the sketch finds them.
     """
 
@@ -235,7 +238,7 @@ class Choosing:
         """Keep nothing yet."""
         self._store, self._scheme, self._seen = Kept(), hash_scheme("kvwire", CONFIG), dict[bytes, int]()
         self._index, self._all = DonorIndex(Catalog(self._store), CONFIG), Everything()
-        self._asked, self._depth, self._number = list[list[int]](), list[int](), dict[tuple[int, ...], int]()
+        self._asked, self._number = list[list[int]](), dict[tuple[int, ...], int]()
 
     def ask(self, ids: list[int]) -> None:
         """Take what pays, and keep the request where it may be kept."""
@@ -245,20 +248,18 @@ class Choosing:
         prefix = min(agreeing(ids, self._asked[first]), len(ids) - 1) if shared else 0
         text_s, begun_s = self.place.costs.text_s(len(ids), 0), self.place.begun_s(prefix, len(ids))
         plain = (prefix, begun_s) if prefix and begun_s < text_s else (0, text_s)
-        script, used = self._edited(ids, prefix, first)
+        script = self._edited(ids, prefix)
         edited_s = self.place.edited_s(script, len(ids)) if script else text_s
         is_edited = script is not None and script.reused > prefix and edited_s <= (1 - LEAST_GAIN) * plain[1]
-        depth = 1 + max(self._depth[each] for each in used) if is_edited else 0
         if is_edited and script is not None:
-            self.rows.append(Taken(len(ids), script.reused, edited_s, text_s, depth))
+            behind_s = text_s if self.keeps_edited else 0.0
+            self.rows.append(Taken(len(ids), script.reused, edited_s, text_s, is_edited=True, behind_s=behind_s))
         else:
-            depth = self._depth[first] if plain[0] else 0
-            self.rows.append(Taken(len(ids), plain[0], plain[1], text_s, depth))
-        if depth and not self.keeps_edited:
+            self.rows.append(Taken(len(ids), plain[0], plain[1], text_s, is_edited=False))
+        if is_edited and not self.keeps_edited:
             return
         number = len(self._asked)
         self._asked.append(ids)
-        self._depth.append(depth)
         self._number.setdefault(tuple(ids), number)
         for each in hashes:
             self._seen.setdefault(each, number)
@@ -273,33 +274,32 @@ class Choosing:
         known = [number for _, number in self._all.ranked(text)[:ALIGNED]]
         return sorted(known, key=lambda number: -align([self._asked[number]], text).reused)[:DONORS]
 
-    def _edited(self, ids: list[int], prefix: int, first: int) -> tuple[EditScript | None, list[int]]:
-        """The soonest script, donors taken in one by one, and the donors."""
+    def _edited(self, ids: list[int], prefix: int) -> EditScript | None:
+        """The soonest script, donors taken in one by one."""
         text = ids[: len(ids) - LAST_TOKENS]
         if len(text) < LEAST_REUSED:
-            return None, []
+            return None
         begin = [Span(0, 0, min(prefix, len(text)), 0)] if prefix else []
-        spans, used, best = [begin], [first] if prefix else [], None
+        spans, best = [begin] if prefix else [], None
         by_donor = {number: common_spans(self._asked[number], text, 1) for number in self._found(ids, text)}
         for number in sorted(by_donor, key=lambda each: -sum(span.tokens for span in by_donor[each])):
             runs = [span._replace(donor=len(spans)) for span in by_donor[number]]
-            if len(used) >= DONORS or sum(span.tokens for span in runs) < LEAST_REUSED:
+            if len(spans) >= DONORS or sum(span.tokens for span in runs) < LEAST_REUSED:
                 continue
             script = combine_spans([*spans, runs], len(text))
             if best is None or self.place.edited_s(script, len(ids)) < self.place.edited_s(best, len(ids)):
-                best, spans, used = script, [*spans, runs], [*used, number]
-        return best, used
+                best, spans = script, [*spans, runs]
+        return best
 
     def summed(self, which: Sequence[int] | None = None) -> dict[str, float]:
-        """Shares of tokens that were reused and of the text's seconds; how deep edits are."""
+        """Shares of tokens that were reused, and of the text's seconds."""
         rows = [self.rows[number] for number in which] if which is not None else self.rows
-        edited = [row.depth for row in rows if row.depth]
         return {
             "requests": len(rows),
             "tokens": sum(row.reused for row in rows) / max(1, sum(row.tokens for row in rows)),
             "seconds": sum(row.seconds for row in rows) / max(1e-9, sum(row.text_s for row in rows)),
-            "edited": len(edited) / max(1, len(rows)),
-            "deepest": max(edited, default=0),
+            "edited": sum(row.is_edited for row in rows) / max(1, len(rows)),
+            "behind": sum(row.behind_s for row in rows) / max(1e-9, sum(row.text_s for row in rows)),
         }
 
 
@@ -310,18 +310,6 @@ def forms(tokenizer: Tokenizer, count: int) -> list[list[int]]:
     """Reports of one template, with values of their own."""
     made = [values(random.Random(f"form {number}")) for number in range(count)]
     return [tokenizer.encode(TEMPLATE.format(**each)).ids for each in made]
-
-
-def revisions(tokenizer: Tokenizer, count: int) -> list[list[int]]:
-    """A text of 40 sentences, of which one changes at a time."""
-    generator = random.Random("revisions")
-    book = next(iter(sorted((SHARED / "text" / "heldout").glob("*.txt")))).read_text(encoding="utf-8")
-    pool = [" ".join(each.split()) + "." for each in book.split(".") if 60 < len(each) < 200]
-    text, out = generator.sample(pool, 40), []
-    for _ in range(count):
-        text[generator.randrange(len(text))] = generator.choice(pool)
-        out.append(tokenizer.encode(" ".join(text)).ids)
-    return out
 
 
 def donors_of(asked: list[list[int]], every: int) -> dict[str, Any]:

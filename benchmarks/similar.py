@@ -5,7 +5,8 @@
 Quality: made reports of one template, whose values differ between donor and request; the model is asked for one that
 differs. The donor's cache as it is answers as the donor's prompt does, so as an answer cache (GPTCache) would. Time:
 three such reports as one prompt, loaded over HTTP and an emulated link, in turns with text and with the exact prefix.
-Search: made token ids of 100,000 donors behind a store that counts requests. Simulated: see similar_parts/simulated.py.
+Search: made token ids of 100,000 donors behind a store that counts requests. Simulated: see similar_parts/simulated.py;
+revisions: see similar_parts/revisions.py.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from measure import add_common_options, one_thread, write_json
-from similar_parts import simulated
+from similar_parts import revisions, simulated
 from test_parts.store_wrappers import CountingStore
+from tokenizers import Tokenizer
 
 import kvwire
 from kvwire.codec import Profile
@@ -395,7 +397,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--links", nargs="*", default=["50mbit", "500mbit"])
     parser.add_argument("--donors", type=int, default=100_000)
-    parser.add_argument("--parts", nargs="*", default=["search", "quality", "first_token", "simulated"])
+    parser.add_argument("--parts", nargs="*", default=["search", "quality", "first_token", "revisions", "simulated"])
+    parser.add_argument("--revisions", type=int, default=21)
     args = parser.parse_args()
     one_thread()
     known = json.loads(args.out.read_text())["results"] if args.out.exists() else {}
@@ -412,7 +415,7 @@ def main() -> None:
         print(results["search"], flush=True)
     if "simulated" in args.parts:
         results["simulated"] = simulated.rows()
-    if set(args.parts) & {"quality", "first_token"}:
+    if set(args.parts) & {"quality", "first_token", "revisions"}:
         engine = kvwire.open_engine(str(args.model))
         if "quality" in args.parts:
 
@@ -423,6 +426,14 @@ def main() -> None:
         if "first_token" in args.parts:
             profile = Profile.from_bytes(args.profile.read_bytes())
             results["first_token"] = first_token(engine, profile, args.links, args.repeats, args.seed)
+        if "revisions" in args.parts:
+            profile, tokenizer = (
+                Profile.from_bytes(args.profile.read_bytes()),
+                Tokenizer.from_file(str(args.model / "tokenizer.json")),
+            )
+            rows = revisions.asked_in_turn(engine, profile, revisions.revisions(tokenizer, args.revisions))
+            results["revisions"] = {"requests": rows, "summed": revisions.summed(rows)}
+            print(results["revisions"]["summed"], flush=True)
     results = known | results
     write_json(args.out, "similar", settings, results)
     if {"quality", "first_token"} <= results.keys():

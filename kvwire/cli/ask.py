@@ -51,7 +51,10 @@ class AskOptions:
         "Document similar to the prompt; repeatable. By default such documents are searched."
     )
     session: str | None = option("Name of a conversation; the question is its next turn, and each turn is stored.")
-    save: bool = flag("Store prompt and answer, for prompts that begin with them.")
+    save: bool = flag(
+        "Store prompt and answer, for prompts that begin with them, or are similar (--reuse auto). What was made of "
+        "donors is computed whole for it, after the answer."
+    )
     more_docs: tuple[str, ...] = argument(nargs=-1)
     question: str = option("Text that the model continues, after the documents or the prompt.", default="")
     deadline: float | None = option("Seconds until the first token.", type=opt.ABOVE_0)
@@ -211,7 +214,6 @@ def _prefetch(corpus: Corpus, options: AskOptions, failed: type[BaseException] |
     """Prefetch documents of later questions, once this one is answered."""
     if failed:
         return
-    sys.stdout.flush()
     if not corpus.prefetch(options.prefetch, -1 if options.exact else options.ceiling).wait():
         raise StorageError("not all documents of --soon came: the store failed, or they have too many parts; try again")
 
@@ -235,17 +237,18 @@ def _answer(names: list[str], place: StoreOptions, options: AskOptions, stack: E
     others = [Corpus(engine, opened, **(place.whose() | {"tenant": tenant})) for tenant in options.variants]
     schema = _schema_prompt(corpus, engine, names, options) if options.schema else None
     known = _texts(engine, options.texts, schema.documents if schema else names) if options.texts else {}
-    with Loader(engine, corpus, variants=others, link=emulated, settings=settings) as loader:
-        if not names:
-            return _answer_prompt(loader, engine, options, chat)
-        question: str | list[int] = options.question
-        if chat is None:
-            question = engine.tokenize(options.question, place="last", trust="frame")
-        asking = partial(loader.ask, names, chat=chat) if schema is None else partial(loader.ask_schema, schema)
-        answer = asking(
-            question, deadline_s=options.deadline, objective=options.objective, tokens=options.tokens, texts=known
-        )
-        return (list(schema.names) if schema else names), answer
+    loader = stack.enter_context(Loader(engine, corpus, variants=others, link=emulated, settings=settings))
+    stack.callback(sys.stdout.flush)  # closing waits for what is kept in the background
+    if not names:
+        return _answer_prompt(loader, engine, options, chat)
+    question: str | list[int] = options.question
+    if chat is None:
+        question = engine.tokenize(options.question, place="last", trust="frame")
+    asking = partial(loader.ask, names, chat=chat) if schema is None else partial(loader.ask_schema, schema)
+    answer = asking(
+        question, deadline_s=options.deadline, objective=options.objective, tokens=options.tokens, texts=known
+    )
+    return (list(schema.names) if schema else names), answer
 
 
 def _texts(engine: Engine, folder: str, names: Sequence[str]) -> dict[str, list[int]]:

@@ -466,8 +466,10 @@ def test_the_command_line_plans_and_asks_similar_prompts(run, small, demo_model,
     ask = ["ask", "--prompt", prompt, "--reuse", "donors", "--tokens", 2, *model, *place]
     code, out, err = run(*ask, "--json")
     assert json.loads(out)["reused"]["donors"][0][1] > 300, err
-    code, out, err = run(*ask, "--donor", told["considered"][0]["document"])
-    assert "tokens in holes" in out, err
+    code, out, err = run(*ask, "--donor", told["considered"][0]["document"], "--save")
+    assert ("tokens in holes" in out, "kept as prompts/" in out) == (True, True), err
+    code, out, err = run("ask", "--prompt", prompt, "--reuse", "exact", *model, *place)
+    assert "tokens of the prompt from prompts/" in out, err
     code, out, err = run("check-model", demo_model, "--documents", texts, "--edits", "--prompts", 2, *place, "--json")
     assert (code, json.loads(out)["edited"]) == (0, [0.1]), err
     code, out, err = run("check-model", demo_model, "--documents", texts, "--edits", "--prompts", 1)
