@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
 import json
 import re
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +24,7 @@ from kvwire.engines.transformers.tokenizing import PieceTokenizer
 from kvwire.errors import ArgumentError, CorruptError, KvwireError, MismatchError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,6 +45,19 @@ _NO_SDPA = "scaled_dot_product_attention"
 """Part of transformers' message about models without an sdpa path."""
 
 
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause the garbage collector: a vocabulary of a quarter of a million tokens is millions of objects to walk."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_collector_paused()
 def open_engine(
     path: str | Path,
     *,
