@@ -334,6 +334,8 @@ class Load:
             if prompt.cache.kept is not None:
                 room = replace(room, kept=prompt.cache.slice(0, room.tokens).kept)
             self.work.prompt = LinkedPrompt([tokens], self.engine.meta, cache=room, opening=opening)
+            self._tokens = [tokens]
+            self.finish = replace(self.finish, front=min(self.finish.front, len(opening) + tokens))
 
     def link_warning(self, share: float, *, shifted: bool = True) -> str:
         """Why linked documents make an answer doubtful; a single one is not linked."""

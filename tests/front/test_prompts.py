@@ -119,6 +119,16 @@ def test_a_prompt_begins_with_what_is_stored(corpus, chatting, ids):
         assert (same.reused.saved, len(documents(corpus))) == ("", 1)
 
 
+@pytest.mark.parametrize("repair", ["all", 0.15, "auto"])
+def test_the_first_part_of_a_longer_document_is_repaired_as_a_whole_one_is(corpus, chatting, ids, repair):
+    list(corpus.encode([Document("text", ids)], index=("kvwire",)))
+    with loader(chatting, corpus, repair=repair) as made:
+        answer = made.ask_prompt([*ids[:100], 7, 8, 9])
+    assert answer.reused.loaded == 100
+    if repair == "all":
+        assert mean_kl(full(chatting, [*ids[:100], 7, 8, 9]), answer.logits[None]) < 1e-6
+
+
 def two_uses(small, chatting, ids):
     """A loader that has used a second prompt while the first's use is being written."""
     store = SlowToMark(MemoryStore())
