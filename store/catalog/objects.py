@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvwire.errors import ArgumentError, AuthError, ConflictError, CorruptError, NotFoundError, StorageError
+from kvwire.store.base import is_there
 from kvwire.store.catalog.announcements import is_old, wait_for_collectors
 from kvwire.store.key_kinds import content_digest, is_intact
 from kvwire.store.keys import KeySpace
@@ -98,7 +99,8 @@ class TenantObjects:
         """
         wait_for_collectors(self.store, space, [*contents, *others])
         for key, data in contents.items():
-            self.store.create(key, data)
+            if not is_there(self.store, key, len(data)):  # nearly always it is; to create it would send it before
+                self.store.create(key, data)
 
     def replace_entry(self, space: KeySpace, entry: CatalogEntry, etag: str) -> None:
         """Write an entry where it is still the one that was read."""
