@@ -48,9 +48,19 @@ class TenantObjects:
     def read(self, key: str, most: int = MAX_ENTRY_BYTES + 1) -> bytes | None:
         """Read an object, and open it where it is sealed; None where it is not there."""
         try:
-            data = self.store.get(key, 0, most)
+            return self._opened(key, self.store.get(key, 0, most))
         except NotFoundError:
             return None
+
+    def read_with_etag(self, key: str) -> tuple[bytes, str] | None:
+        """``read``, for ``Store.replace``."""
+        try:
+            data, etag = self.store.get_with_etag(key, MAX_ENTRY_BYTES + 1)
+        except NotFoundError:
+            return None
+        return self._opened(key, data), etag
+
+    def _opened(self, key: str, data: bytes) -> bytes:
         if content_digest(key):
             return data
         if self.secrets:

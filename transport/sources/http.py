@@ -287,6 +287,7 @@ class HttpSource(ByteSource):
         if (etag and etag != known_tag) or (size is not None and size != known_size):
             raise self._replaced()
         self._etag, self._size = known_tag, known_size
+        self.etag = (known_tag or "").strip('"')
 
     def _refusal(self, status: int, response: aiohttp.ClientResponse) -> KvwireError:
         if status == _GONE or (status in _ABSENT and self._size is not None):

@@ -83,17 +83,26 @@ class HttpStore(Store):
         if end == start:
             self.stat(key)
             return b""
+        return self._read(key, start, end)[0]
+
+    def get_with_etag(self, key: str, end: int | None = None) -> tuple[bytes, str]:
+        """The object's first bytes and their entity tag; one more request where the answer has no strong tag."""
+        data, etag = self._read(key, 0, end)
+        return (data, etag) if etag else super().get_with_etag(key, end)
+
+    def _read(self, key: str, start: int, end: int | None) -> tuple[bytes, str]:
         headers = {"Range": range_header(start, end)} if start or end is not None else {}
         reply = self._ask("GET", key, headers, limit=end, allowed=(_OK, _PARTIAL, _UNSATISFIABLE))
         refuse_other_bytes(self.object_url(key), reply.status, reply.fields)
         if reply.status == _UNSATISFIABLE:
-            return b""
+            return b"", ""
+        etag = _etag(reply)
         if reply.status == _OK:  # the whole object: asked for, or a server without ranges
-            return reply.body[start:end]
+            return reply.body[start:end], etag
         told = range_told(reply.fields.get("Content-Range"), start, end)
         if told is None or len(reply.body) != told[1] - told[0]:
             raise other_range(self.object_url(key), start, end)
-        return reply.body
+        return reply.body, etag
 
     def stat(self, key: str) -> ObjectStat:
         """Size, entity tag and time of writing, as the server tells them; the tag is empty where it is not strong."""
@@ -104,8 +113,7 @@ class HttpStore(Store):
             size = str(told[2])
         if not _SIZE.fullmatch(size):
             raise StorageError(f"{self.object_url(key)}: the server does not tell the object's size")
-        etag = (strong_etag(reply.fields.get("ETag")) or "").strip('"')
-        return ObjectStat(int(size), etag, _seconds(reply.fields.get("Last-Modified")))
+        return ObjectStat(int(size), _etag(reply), _seconds(reply.fields.get("Last-Modified")))
 
     def put(self, key: str, data: Data) -> None:
         """Write the object. ArgumentError where the server finds that the bytes do not belong to the key."""
@@ -186,6 +194,10 @@ class HttpStore(Store):
             self._has_warned = True
             _log.warning("%s. Further ones count as absent, too", msg)
         return NotFoundError(msg)
+
+
+def _etag(reply: Reply) -> str:
+    return (strong_etag(reply.fields.get("ETag")) or "").strip('"')
 
 
 def _seconds(date: str | None) -> float:
