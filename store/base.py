@@ -55,8 +55,9 @@ class Store(Protocol):
     a store may refuse ``a/b`` with a ConflictError, and the other way round: folders do, S3 and memory hold both, and
     nothing that kvwire writes needs both.
 
-    A store that inherits from this class gets ``create``, ``put_many``, ``delete_many`` and ``keys`` made of the other
-    methods, a ``distrust`` that does nothing, and the answers of an ordinary remote store about what it can do besides.
+    A store that inherits from this class gets ``get_with_etag``, ``create``, ``put_many``, ``delete_many`` and ``keys``
+    made of the other methods, a ``distrust`` that does nothing, and the answers of an ordinary remote store about what
+    it can do besides.
 
     Attributes:
         is_local: Whether objects are at hand, so that reading several ahead gains nothing.
@@ -87,6 +88,22 @@ class Store(Protocol):
             ArgumentError: The key is none, or the range does not run forwards from 0 or later.
         """
         ...
+
+    def get_with_etag(self, key: str, end: int | None = None) -> tuple[bytes, str]:
+        """Read an object that may change, for ``replace``; one request where the store can.
+
+        Args:
+            key: The object.
+            end: The byte after the last; None: to the object's end.
+
+        Returns:
+            The bytes and their entity tag, or an older one where the object is being replaced.
+
+        Raises:
+            NotFoundError: There is no such object.
+        """
+        etag = self.stat(key).etag
+        return self.get(key, 0, end), etag
 
     def stat(self, key: str) -> ObjectStat:
         """Ask for an object's size and entity tag.

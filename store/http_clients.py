@@ -7,7 +7,8 @@ import os
 import re
 import ssl
 from base64 import b64encode
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -27,6 +28,7 @@ WRONG_ADDRESS = "asking again changes nothing: check the store's address and wha
 PERMANENT = (301, 308)
 """Redirects that hold for later requests, too."""
 _OK, _LATER, _FIRST_OF_SERVERS = 200, (408, 425), 500
+_MAX_WORDS = 200
 _READS = ("GET", "HEAD")
 _REDIRECTS = (301, 302, 303, 307, 308)
 _KEEP_METHOD = (307, 308)  # the others may turn a PUT into a GET
@@ -51,9 +53,24 @@ def client_tls(cafile: str | None = None) -> ssl.SSLContext:
     return context
 
 
-def is_untrusted(error: BaseException | None) -> bool:
-    """Whether a connection failed because no trusted authority signed the server's certificate."""
-    return isinstance(error, ssl.SSLCertVerificationError)
+@cache
+def usual_tls() -> ssl.SSLContext:
+    """One for all: reading the system's certificates takes milliseconds."""
+    return client_tls()
+
+
+def connection_failed(where: str, cause: BaseException | str, *, at_proxy: bool = False) -> str:
+    """Words and advice for a connection that failed. Of an error only its kind and the system's reason.
+
+    Any other text of it may hold the URL's query or headers, or what a server sent.
+    """
+    advice = PROXY_ADVICE if at_proxy else "try again or check the server"
+    if isinstance(getattr(cause, "certificate_error", cause), ssl.SSLCertVerificationError) and not at_proxy:
+        advice = TRUST_ADVICE
+    if not isinstance(cause, str):
+        reason = cause.strerror if isinstance(cause, OSError) else None
+        cause = ": ".join(filter(None, (type(cause).__name__, reason)))[:_MAX_WORDS]
+    return f"{where}: the connection failed ({cause}); {advice}"
 
 
 @dataclass(frozen=True)
@@ -83,6 +100,15 @@ class HttpAddress:
     tls: ssl.SSLContext | None = None
     proxy: Proxy | None = None
     redirects: bool = True
+
+    def led_to(self, status: int, location: str | None, method: str = "GET") -> HttpAddress | None:
+        """Where an answer leads, the same for every client; None: nowhere else. Another server gets no credentials."""
+        url = _redirected(self.url, status, location, method) if self.redirects else None
+        if url is None:
+            return None
+        tls = self.tls if url.startswith("https:") else None
+        headers = self.headers if _keeps_credentials(self.url, url) else ()
+        return replace(self, url=url, headers=headers, tls=tls, proxy=proxy_for(url))
 
 
 @runtime_checkable
@@ -129,8 +155,7 @@ def proxy_for(url: str) -> Proxy | None:
     return Proxy(f"{proxy.scheme}://{proxy.netloc.rpartition('@')[2]}", headers)
 
 
-def redirected(url: str, status: int, location: str | None, method: str = "GET") -> str | None:
-    """Where an answer leads, the same for every client."""
+def _redirected(url: str, status: int, location: str | None, method: str) -> str | None:
     if status not in _REDIRECTS or not (method in _READS or status in _KEEP_METHOD):
         return None
     here = urlsplit(url)
@@ -149,7 +174,7 @@ def redirected(url: str, status: int, location: str | None, method: str = "GET")
     return None if parts.path == f"{here.path}/" else there
 
 
-def keeps_credentials(url: str, further: str) -> bool:
+def _keeps_credentials(url: str, further: str) -> bool:
     """Whether a redirect's target may see the token: the same server, or its https."""
     here, there = urlsplit(url), urlsplit(further)
     if here.hostname != there.hostname:
@@ -177,6 +202,11 @@ def is_passing(status: int) -> bool:
 def too_many_redirects(where: str) -> StorageError:
     """The error for a server that leads in circles, or too far."""
     return StorageError(f"{where}: more than {MAX_REDIRECTS} redirects in a row: name the address that they lead to")
+
+
+def other_range(where: str, start: int, end: int | None) -> StorageError:
+    """The error for an answer with other bytes than those asked for."""
+    return StorageError(f"{where}: asked for bytes from {start} to {end}, got others; the server's ranges are broken")
 
 
 def _port(parts: SplitResult) -> int:

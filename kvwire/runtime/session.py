@@ -161,14 +161,14 @@ class Session:
     async def read(
         self, store: Store, key: str, start: int, end: int | None, link: EmulatedLink | None,
         silence_s: float | None = None,
-    ) -> bytes:  # fmt: skip
-        """Read an object over the HTTP session and a link, with the fetcher's retries."""
+    ) -> tuple[bytes, str]:  # fmt: skip
+        """Read an object over the HTTP session and a link, with the fetcher's retries; with its entity tag if known."""
         settings, failed = self._fetch, 0
         patience = settings.patience if silence_s is None else ReadTimeouts(silence_s, silence_s)
         while True:
             source = open_source(store, key, self.http)
             try:
-                return await read_object(source, link, patience, start, end)
+                return await read_object(source, link, patience, start, end), source.etag
             except (ArgumentError, NotFoundError, AuthError, RejectedError):
                 raise
             except KvwireError as error:
@@ -254,10 +254,17 @@ class _View(Store):
         return self._store.url
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        return self._read(key, start, end)[0]
+
+    def get_with_etag(self, key: str, end: int | None = None) -> tuple[bytes, str]:
+        data, etag = self._read(key, 0, end)
+        return (data, etag) if etag else super().get_with_etag(key, end)
+
+    def _read(self, key: str, start: int, end: int | None) -> tuple[bytes, str]:
         link, _ = self._how
         if self._store.is_local and link is None and look_up_here():
             with suppress(StorageError), closing(open_object(self._store, key)) as reader:  # the session tries again
-                return reader.read(start, reader.size if end is None else min(end, reader.size))
+                return reader.read(start, reader.size if end is None else min(end, reader.size)), reader.etag
         return self._session.run(self._session.read(self._store, key, start, end, *self._how))
 
     def stat(self, key: str) -> ObjectStat:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from kvwire import types
 from kvwire.errors import ArgumentError, NotFoundError
-from kvwire.store.base import is_there, tag_of
+from kvwire.store.base import is_there
 from kvwire.store.key_kinds import read_entry
 from kvwire.store.keys import check_new_name
 from kvwire.store.records import BlobPart, CatalogEntry
@@ -44,11 +44,10 @@ class GrownDocuments:
     def version(self, config: Config, document_id: str) -> Version:
         """Look a document up in order to replace its entry."""
         key = self._objects.keys(config).document(document_id)
-        etag = tag_of(self._store, key)
-        data = None if etag is None else self._objects.read(key)
-        if etag is None or data is None:
+        found = self._objects.read_with_etag(key)
+        if found is None:
             return Version(None, "")
-        return Version(read_entry(key, data, document_id=document_id), etag)
+        return Version(read_entry(key, found[0], document_id=document_id), found[1])
 
     def append_part(  # noqa: PLR0913 - the fields of one part
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvwire.errors import ArgumentError, AuthError, ConflictError, CorruptError, NotFoundError, StorageError
+from kvwire.store.base import is_there
 from kvwire.store.catalog.announcements import is_old, wait_for_collectors
 from kvwire.store.key_kinds import content_digest, is_intact
 from kvwire.store.keys import KeySpace
@@ -47,9 +48,19 @@ class TenantObjects:
     def read(self, key: str, most: int = MAX_ENTRY_BYTES + 1) -> bytes | None:
         """Read an object, and open it where it is sealed; None where it is not there."""
         try:
-            data = self.store.get(key, 0, most)
+            return self._opened(key, self.store.get(key, 0, most))
         except NotFoundError:
             return None
+
+    def read_with_etag(self, key: str) -> tuple[bytes, str] | None:
+        """``read``, for ``Store.replace``."""
+        try:
+            data, etag = self.store.get_with_etag(key, MAX_ENTRY_BYTES + 1)
+        except NotFoundError:
+            return None
+        return self._opened(key, data), etag
+
+    def _opened(self, key: str, data: bytes) -> bytes:
         if content_digest(key):
             return data
         if self.secrets:
@@ -98,7 +109,8 @@ class TenantObjects:
         """
         wait_for_collectors(self.store, space, [*contents, *others])
         for key, data in contents.items():
-            self.store.create(key, data)
+            if not is_there(self.store, key, len(data)):  # nearly always it is; to create it would send it before
+                self.store.create(key, data)
 
     def replace_entry(self, space: KeySpace, entry: CatalogEntry, etag: str) -> None:
         """Write an entry where it is still the one that was read."""

@@ -113,6 +113,14 @@ class ObjectTests(Hooks):
         assert store.create("empty", b"") is True
         assert store.create("empty", b"") is False
 
+    def test_an_object_comes_with_the_tag_that_stat_tells(self, store: Store) -> None:
+        with pytest.raises(NotFoundError):
+            store.get_with_etag("k")
+        for data in (b"0123456789", b""):
+            store.put("k", data)
+            for end in (None, 4, 99):
+                assert store.get_with_etag("k", end) == (data[:end], store.stat("k").etag)
+
     def test_replace_writes_where_the_version_is_the_one_that_was_seen(self, store: Store) -> None:
         assert store.replace("k", b"first", "0" * 64) is False
         assert store.replace("k", b"first", "") is True

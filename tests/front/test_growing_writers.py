@@ -130,8 +130,8 @@ def test_what_cannot_be_compared_now_is_not_acknowledged(small, ids, tmp_path):
 def test_an_append_whose_answer_was_lost_is_done_once(small, ids, tmp_path, monkeypatch, whose):
     store, lost, ask = MemoryStore(), [], exchange.HttpExchange._ask_once
 
-    def ask_once(self, method, target, headers, *others):
-        reply = ask(self, method, target, headers, *others)
+    def ask_once(self, method, address, headers, *others):
+        reply = ask(self, method, address, headers, *others)
         if method == "PUT" and "If-Match" in headers and not lost:
             lost.append(reply.status)
             msg = "the connection broke before the answer came"

@@ -9,13 +9,13 @@ import sys
 import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 
 from kvwire.controller import events as ev
 from kvwire.controller.policies import Fixed
-from kvwire.errors import ArgumentError
+from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.runtime.document import Timeouts
 from kvwire.runtime.layouts import PlainLayout
@@ -25,11 +25,12 @@ from kvwire.runtime.loader import Loader
 from kvwire.runtime.request import LoadRequest
 from kvwire.runtime.settings import LoadSettings
 from kvwire.runtime.threads import DaemonThreads, Threads
-from kvwire.store import open_store
+from kvwire.store import FolderStore, MemoryStore, open_store
 from kvwire.transport import EmulatedLink, FetchSettings, LinkSettings
 from kvwire.transport.server.connections import Connections
 from kvwire.transport.testing import serving
 
+from ..fault_proxy import FaultProxy
 from ..store_wrappers import CountingStore
 from .answers import troubles
 
@@ -63,6 +64,29 @@ def admitted(monkeypatch):
     seen, admitted = [], Connections.admitted
     monkeypatch.setattr(Connections, "admitted", lambda self: seen.append(1) or admitted(self))
     return seen
+
+
+@pytest.mark.parametrize("link", [None, LinkSettings(1e9)])
+@pytest.mark.parametrize("kind", ["memory", "folder", "http"])
+def test_an_entry_comes_with_its_tag(small, loader_of, tmp_path, kind, link):
+    """Over HTTP in one request, on the connection that reads have."""
+    with ExitStack() as stack:
+        behind = MemoryStore() if kind == "memory" else FolderStore(tmp_path)
+        behind.put("v1/k", b"0123456789")
+        store = behind
+        if kind == "http":
+            proxy = stack.enter_context(FaultProxy(stack.enter_context(serving(behind))))
+            store = stack.enter_context(closing(open_store(proxy.url)))
+        loader = loader_of(Corpus(small.engine, store), link=link)
+        view = loader._session.view(store)
+        asked = len(proxy.records) if kind == "http" else 0
+        assert view.get_with_etag("v1/k", 4) == (b"0123", behind.stat("v1/k").etag)
+        assert view.get_with_etag("v1/k")[0] == b"0123456789"
+        with pytest.raises(NotFoundError):
+            view.get_with_etag("v1/absent")
+        if kind == "http":
+            assert [record.request.method for record in proxy.records[asked:]] == ["GET"] * 3
+        loader.close()
 
 
 @pytest.mark.parametrize("entries_s", [0.0, 30.0])

@@ -13,8 +13,12 @@ from msgspec.structs import asdict, replace
 from kvwire.errors import ArgumentError, CorruptError, NotFoundError
 from kvwire.store import Catalog, CatalogEntry, FolderStore, KeySpace, MemoryStore, open_tiers, tenant_hash
 from kvwire.store.listing import tenants
+from kvwire.store.testing.samples import blob
+from kvwire.transport import HttpStore
+from kvwire.transport.testing import serving
 from kvwire.types import digest_tokens
 
+from ..fault_proxy import FaultProxy
 from ..store_wrappers import FaultyStore, StoreFault
 from .conftest import CONFIG
 
@@ -40,6 +44,16 @@ def store(request, tmp_path):
 def put(catalog, document_id="doc", blob=b"blob bytes", **fields):
     fields = {"header_bytes": 4, "tokens": 7, "token_digest": TOKENS, "levels": [("base", 6), ("full", 10)]} | fields
     return catalog.put_blob(CONFIG, blob, document_id=document_id, **fields)
+
+
+def test_a_blob_is_sent_once():
+    """To send it again in order to see that it is there costs its bytes, and the connection where it is refused."""
+    _, data = blob(1, 1 << 20)
+    with serving(MemoryStore()) as url, FaultProxy(url) as proxy, contextlib.closing(HttpStore(proxy.url)) as store:
+        entry = put(Catalog(store), blob=data)
+        sent = [record.request.path for record in proxy.records if record.request.method == "PUT"]
+    assert len(sent) == len(set(sent)) == 3
+    assert f"/{entry.blob_key}" in sent
 
 
 def test_a_document_is_found_by_name_and_by_tokens_and_a_new_version_replaces_it(store, catalog):

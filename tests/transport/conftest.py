@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 
 from kvwire.store import MemoryStore
+from kvwire.store.http_clients import usual_tls
 from kvwire.transport import BlobFetcher, FetchSettings, HttpSource, ReadTimeouts, SegmentError, open_session
-from kvwire.transport.sources import http as http_source
 
 from ..certificates import write_certificate
 from ..plain_blobs import build_blob as build
@@ -80,9 +80,9 @@ def trusted(tmp_path, monkeypatch):
     """A certificate that every client here trusts."""
     files = write_certificate(tmp_path, "one")
     monkeypatch.setenv("SSL_CERT_FILE", str(files.certificate))
-    http_source._usual_tls.cache_clear()
+    usual_tls.cache_clear()
     yield files
-    http_source._usual_tls.cache_clear()
+    usual_tls.cache_clear()
 
 
 @pytest.fixture

@@ -32,9 +32,11 @@ class ByteSource(Protocol):
 
     Attributes:
         on_local: Called with a length right before the sink gets so many bytes that did not cross the link.
+        etag: Strong entity tag of the version, without quotes, once a read has told it; empty where it is not known.
     """
 
     on_local: Callable[[int], None] | None = None
+    etag: str = ""
 
     @property
     def url(self) -> str:
@@ -128,6 +130,7 @@ class StoreSource(ByteSource):
         async with self._opening:
             if self._reader is None:
                 self._reader = await self._opened()
+                self.etag = self._reader.etag
         reader = self._reader
         stop = reader.size if end is None else min(end, reader.size)
         while start < stop:

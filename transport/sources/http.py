@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import aiohttp
@@ -20,22 +19,19 @@ from kvwire.store.http_clients import (
     MAX_REDIRECTS,
     PERMANENT,
     PROXY_ADVICE,
-    TRUST_ADVICE,
     WRONG_ADDRESS,
-    client_tls,
+    connection_failed,
     is_passing,
-    is_untrusted,
-    keeps_credentials,
+    other_range,
     proxy_for,
-    redirected,
     refuse_other_bytes,
     too_many_redirects,
+    usual_tls,
 )
 from kvwire.transport.errors import BusyError, RejectedError, ReplacedError
 from kvwire.transport.sources.base import ByteSource
 
 if TYPE_CHECKING:
-    import ssl
     from types import SimpleNamespace
 
     from kvwire.transport.links import EmulatedLink
@@ -48,7 +44,6 @@ _CONNECT_S = 5.0
 _KEPT_S = 60.0  # a connection idle for so long is closed; servers close theirs about then, too
 _TLS_TRIPS = 2
 _READ_BUFFER_BYTES = 512 * 1024
-_MAX_WORDS = 200
 _RENEW_BEFORE_S = 30.0  # an address that is about to expire is not used for another request
 _OK, _PARTIAL, _GONE, _UNSATISFIABLE = 200, 206, 412, 416
 _REFUSED = (401, 403)
@@ -118,13 +113,6 @@ class _Target:
         if address.proxy and url.scheme == "http":  # which forwards the request as it is
             headers |= address.proxy.headers
         return cls(address, url, headers)
-
-    def led_to(self, url: str) -> _Target:
-        """What a redirect leads to; another server gets no credentials."""
-        here = self.address
-        tls = here.tls if url.startswith("https:") else None
-        headers = here.headers if keeps_credentials(here.url, url) else ()
-        return _Target.of(replace(here, url=url, headers=headers, tls=tls, proxy=proxy_for(url)))
 
     @property
     def is_fresh(self) -> bool:
@@ -221,20 +209,19 @@ class HttpSource(ByteSource):
         if self._etag:
             headers["If-Match"] = self._etag
         address, is_secure = target.address, target.url.scheme == "https"
-        way: dict[str, Any] = {"ssl": (address.tls or _usual_tls()) if is_secure else True}
+        way: dict[str, Any] = {"ssl": (address.tls or usual_tls()) if is_secure else True}
         if address.proxy:
             way |= {"proxy": address.proxy.url, "proxy_headers": address.proxy.headers if is_secure else None}
         try:
             async with self._session.get(target.url, headers=headers, allow_redirects=False, **way) as response:
-                if address.redirects and response.status not in (_OK, _PARTIAL):
-                    further = redirected(address.url, response.status, response.headers.get(LOCATION))
-                    if further is not None:
-                        return target.led_to(further), response.status in PERMANENT
+                if further := address.led_to(response.status, response.headers.get(LOCATION)):
+                    return _Target.of(further), response.status in PERMANENT
                 await self._take(response, start, end, sink)
         except KvwireError:
             raise
         except (aiohttp.ClientError, OSError) as error:
-            msg = f"{self.url}: the connection failed ({_words(error)}); {_advice(error)}"
+            at_proxy = isinstance(error, aiohttp.ClientProxyConnectionError | aiohttp.ClientHttpProxyError)
+            msg = connection_failed(self.url, error, at_proxy=at_proxy)
             raise StorageError(msg) from None  # the cause holds the whole URL and the headers
         return None
 
@@ -271,8 +258,7 @@ class HttpSource(ByteSource):
             return self._whole(response, start, end)
         told = self._range_told(response.headers.get(CONTENT_RANGE), start, end)
         if told is None:
-            msg = f"{self.url}: asked for bytes from {start} to {end}, got others; the server's ranges are broken"
-            raise StorageError(msg)
+            raise other_range(self.url, start, end)
         self._learn(response, told[2])
         if response.content_length not in (None, told[1] - start):
             raise self._lied()
@@ -301,6 +287,7 @@ class HttpSource(ByteSource):
         if (etag and etag != known_tag) or (size is not None and size != known_size):
             raise self._replaced()
         self._etag, self._size = known_tag, known_size
+        self.etag = (known_tag or "").strip('"')
 
     def _refusal(self, status: int, response: aiohttp.ClientResponse) -> KvwireError:
         if status == _GONE or (status in _ABSENT and self._size is not None):
@@ -321,23 +308,3 @@ class HttpSource(ByteSource):
 
     def _replaced(self) -> ReplacedError:
         return ReplacedError(f"{self.url} was replaced while being read: open it again")
-
-
-@cache
-def _usual_tls() -> ssl.SSLContext:
-    """One for all sources: reading the system's certificates takes milliseconds."""
-    return client_tls()
-
-
-def _advice(error: Exception) -> str:
-    if isinstance(error, aiohttp.ClientProxyConnectionError | aiohttp.ClientHttpProxyError):
-        return PROXY_ADVICE
-    if is_untrusted(getattr(error, "certificate_error", None)):
-        return TRUST_ADVICE
-    return "try again or check the server"
-
-
-def _words(error: Exception) -> str:
-    """What happened: the error's kind and the system's reason. Any other text may hold the URL's query or headers."""
-    reason = error.strerror if isinstance(error, OSError) else None
-    return ": ".join(filter(None, (type(error).__name__, reason)))[:_MAX_WORDS]

@@ -20,14 +20,12 @@ from kvwire.store.backends.http.connection import BoundedPool, BoundedTlsPool, K
 from kvwire.store.backends.http.semantics import retry_after_s
 from kvwire.store.http_clients import (
     MAX_REDIRECTS,
-    PROXY_ADVICE,
-    TRUST_ADVICE,
+    HttpAddress,
     client_tls,
-    is_untrusted,
-    keeps_credentials,
+    connection_failed,
     proxy_for,
-    redirected,
     too_many_redirects,
+    usual_tls,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
 
 _PIECE_BYTES = 256 * 1024
 _TLS_PIECE_BYTES = 16 * 1024  # one record: a socket's limit of time over TLS is for one
-_MAX_WORDS = 200
 _FIRST_REFUSAL = 400
 _MAX_REFUSAL_BYTES = 4096  # of an error page
 _MOST_ORIGINS = 8  # whose connections are kept
@@ -94,12 +91,11 @@ class HttpExchange:
     def __init__(self, parts: SplitResult, token: str | None, settings: HttpStoreSettings) -> None:
         """Keep the address; nothing is connected yet."""
         self._name = parts.geturl()
-        self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        self._token = token.encode() if token else b""
-        self._parts, self._settings = parts, settings
+        self._token, self._settings = token.encode() if token else b"", settings
         self._origin = f"{parts.scheme}://{parts.netloc}"
-        self.tls = client_tls() if parts.scheme == "https" else None
-        self.proxy = proxy_for(self._origin)
+        headers = (("Authorization", f"Bearer {token}"),) if token else ()
+        tls = client_tls() if parts.scheme == "https" else None
+        self.address = HttpAddress(self._origin, headers, tls=tls, proxy=proxy_for(self._origin))
         self._connect()
 
     def _connect(self) -> None:
@@ -120,25 +116,24 @@ class HttpExchange:
         Each can be sent twice without harm; a conditional write is refused then by what it wrote (``is_repeated``).
         """
         give_up_at = time.monotonic() + self._settings.total_s
-        url, sent = self._origin + target, {**self._headers, **headers}
+        address = replace(self.address, url=self._origin + target)
         for _ in range(MAX_REDIRECTS + 1):
-            reply = self._ask(method, url, sent, data, limit, give_up_at)
-            further = redirected(url, reply.status, reply.fields.get("Location"), method)
+            reply = self._ask(method, address, headers, data, limit, give_up_at)
+            further = address.led_to(reply.status, reply.fields.get("Location"), method)
             if further is None:
                 return reply
-            if not keeps_credentials(url, further):
-                sent.pop("Authorization", None)
-            url = further
+            address = further
         raise too_many_redirects(self._name)
 
     def _ask(
-        self, method: str, url: str, headers: Mapping[str, str], data: Data | None, limit: int | None, give_up_at: float
-    ) -> Reply:
+        self, method: str, address: HttpAddress, headers: Mapping[str, str], data: Data | None, limit: int | None,
+        give_up_at: float,
+    ) -> Reply:  # fmt: skip
         failed, kept_closed = 0, False
         while True:
             wait_s = 0.0
             try:
-                reply = self._ask_once(method, url, headers, data, limit)
+                reply = self._ask_once(method, address, headers, data, limit)
             except _BrokenError as error:
                 if isinstance(error, _KeptClosedError) and not kept_closed:
                     kept_closed = True
@@ -157,11 +152,11 @@ class HttpExchange:
         return failed + 1 < self._settings.attempts and time.monotonic() < give_up_at
 
     def _ask_once(
-        self, method: str, url: str, headers: Mapping[str, str], data: Data | None, limit: int | None
+        self, method: str, address: HttpAddress, headers: Mapping[str, str], data: Data | None, limit: int | None
     ) -> Reply:
         give_up_at = time.monotonic() + self._settings.total_s
         try:
-            response = self._send(method, url, headers, data)
+            response = self._send(method, address, headers, data)
             try:
                 body, cut = _body(response, limit if response.status < _FIRST_REFUSAL else _MAX_REFUSAL_BYTES)
             finally:
@@ -169,30 +164,23 @@ class HttpExchange:
                 response.release_conn()
         except (HTTPError, OSError) as error:
             # What urllib3 says may repeat what a server sent: it stays out of messages and tracebacks.
-            raise self._failure(error, url, is_late=time.monotonic() >= give_up_at) from None
+            raise self._failure(error, address, is_late=time.monotonic() >= give_up_at) from None
         if response.status >= _FIRST_REFUSAL and self._token:  # what it says goes into messages: it may quote the token
             body = body.replace(self._token, b"(the token)")
         return Reply(response.status, response.headers, body, cut)
 
-    def _failure(self, error: HTTPError | OSError, url: str, *, is_late: bool) -> StorageError:
+    def _failure(self, error: HTTPError | OSError, address: HttpAddress, *, is_late: bool) -> StorageError:
         cause = _cause(error)
         # A connection that was refused is a timeout to urllib3, for the sake of its older callers.
-        is_silent = isinstance(error, UrllibTimeoutError) and not isinstance(error, NewConnectionError)
-        kind: type[StorageError] = StorageError
-        advice = "try again or check the server"
+        is_refused = isinstance(error, NewConnectionError)
         if isinstance(error, EmptyPoolError):
-            words = "all connections are busy"
-        elif is_silent or isinstance(cause, TimeoutError):
+            return StorageError(connection_failed(self._name, "all connections are busy"))
+        if isinstance(cause, TimeoutError) or (isinstance(error, UrllibTimeoutError) and not is_refused):
             words = f"the answer took longer than {self._settings.total_s:g} s" if is_late else "timed out"
-        else:
-            kind = _KeptClosedError if isinstance(cause, KeptClosedError) else _BrokenError
-            reason = cause.strerror if isinstance(cause, OSError) else None  # from the system, not from the server
-            words = ": ".join(filter(None, (type(cause).__name__, reason)))[:_MAX_WORDS]
-            if isinstance(error, ProxyError) or (isinstance(error, NewConnectionError) and proxy_for(url)):
-                advice = PROXY_ADVICE
-            elif is_untrusted(cause):
-                advice = TRUST_ADVICE
-        return kind(f"{self._name}: the connection failed ({words}); {advice}")
+            return StorageError(connection_failed(self._name, words))
+        kind = _KeptClosedError if isinstance(cause, KeptClosedError) else _BrokenError
+        at_proxy = isinstance(error, ProxyError) or (is_refused and address.proxy is not None)
+        return kind(connection_failed(self._name, cause, at_proxy=at_proxy))
 
     def close(self) -> None:
         """Close the connections."""
@@ -200,14 +188,17 @@ class HttpExchange:
             for pool in self._pools.values():
                 pool.close()
 
-    def _send(self, method: str, url: str, headers: Mapping[str, str], data: Data | None) -> urllib3.BaseHTTPResponse:
+    def _send(
+        self, method: str, address: HttpAddress, headers: Mapping[str, str], data: Data | None
+    ) -> urllib3.BaseHTTPResponse:
         """Send a request; the answer's body is still to be read."""
-        parts = urlsplit(url)  # a redirect may spell it in any way
+        parts = urlsplit(address.url)  # a redirect may spell it in any way
         origin, body = f"{parts.scheme}://{parts.netloc}", None
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        pool = self._pool(origin)
+        pool = self._pool(origin, address)
+        headers = {"Accept-Encoding": "identity", **dict(address.headers), **headers}
         if data is not None:
-            headers = {**headers, "Content-Length": str(memoryview(data).nbytes)}
+            headers["Content-Length"] = str(memoryview(data).nbytes)
             body = _pieces(data, _TLS_PIECE_BYTES if parts.scheme == "https" else _PIECE_BYTES)
         return pool.urlopen(
             method,
@@ -222,7 +213,7 @@ class HttpExchange:
             decode_content=False,
         )
 
-    def _pool(self, origin: str) -> urllib3.HTTPConnectionPool:
+    def _pool(self, origin: str, address: HttpAddress) -> urllib3.HTTPConnectionPool:
         if not self._process.is_here:  # the parent process goes on with the connections that it had
             self._connect()
         with self._lock:
@@ -230,13 +221,13 @@ class HttpExchange:
                 return self._pools[origin]
             while len(self._pools) > _MOST_ORIGINS:  # a server may lead to any number of others
                 self._pools.pop(next(name for name in self._pools if name != self._origin)).close()
-            settings, proxy = self._settings, self.proxy if origin == self._origin else proxy_for(origin)
+            settings, proxy = self._settings, address.proxy
             limits: dict[str, Any] = {"maxsize": settings.connections, "block": True}
             limits["timeout"] = urllib3.Timeout(connect=settings.stall_s, read=settings.stall_s)
             if origin.startswith("https:") or (proxy and proxy.url.startswith("https:")):
-                limits["ssl_context"] = self.tls or client_tls()
+                limits["ssl_context"] = address.tls or usual_tls()
             if proxy:
-                limits |= {"proxy_url": proxy.url, "proxy_headers": proxy.headers, "proxy_ssl_context": client_tls()}
+                limits |= {"proxy_url": proxy.url, "proxy_headers": proxy.headers, "proxy_ssl_context": usual_tls()}
             manager = urllib3.ProxyManager(**limits) if proxy else urllib3.PoolManager(**limits)
             bounds: dict[str, Any] = {"stall_s": settings.stall_s, "total_s": settings.total_s}
             kinds = {"http": partial(BoundedPool, **bounds), "https": partial(BoundedTlsPool, **bounds)}

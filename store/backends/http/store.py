@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING
 from urllib.parse import urlencode, urlsplit
@@ -18,7 +19,7 @@ from kvwire.store.backends.http.exchange import HttpExchange, HttpStoreSettings,
 from kvwire.store.backends.http.replies import MAX_PAGE_BYTES, PAGE_KEYS, is_hidden, page, refusal
 from kvwire.store.backends.http.semantics import strong_etag
 from kvwire.store.base import ObjectStat, Store, clamp_range, holds
-from kvwire.store.http_clients import HttpAddress, content_range, range_header, range_told, refuse_other_bytes
+from kvwire.store.http_clients import content_range, other_range, range_header, range_told, refuse_other_bytes
 from kvwire.store.key_kinds import check_place
 from kvwire.store.keys import check_after, check_key
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from urllib.parse import SplitResult
 
     from kvwire.store.base import Data, Listed
+    from kvwire.store.http_clients import HttpAddress
 
 _log = logging.getLogger(__name__)
 _SIZE = re.compile(r"[0-9]{1,18}")
@@ -54,8 +56,8 @@ class HttpStore(Store):
     def __init__(self, url: str, *, token: str | None = None, settings: HttpStoreSettings | None = None) -> None:
         """Keep the address; nothing is connected yet."""
         self._parts = _address(url)
-        self._token = check_token(token) if token else None
-        self._exchange = HttpExchange(self._parts, self._token, settings or HttpStoreSettings())
+        checked = check_token(token) if token else None
+        self._exchange = HttpExchange(self._parts, checked, settings or HttpStoreSettings())
         self._is_trusted = token is None  # or once an object was read with it
         self._has_warned = False
         self._lists = False  # what it lists it shows: a collector must not take a refusal for absence
@@ -73,8 +75,7 @@ class HttpStore(Store):
         """Address of one object, with the token in its headers; asked to renew it, what the server has against it."""
         if renew:
             self.stat(key)
-        headers = (("Authorization", f"Bearer {self._token}"),) if self._token else ()
-        return HttpAddress(self.object_url(key), headers, tls=self._exchange.tls, proxy=self._exchange.proxy)
+        return replace(self._exchange.address, url=self.object_url(key))
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         """Bytes ``start`` to ``end`` of the object, clamped at its end; no more than these are read."""
@@ -82,18 +83,26 @@ class HttpStore(Store):
         if end == start:
             self.stat(key)
             return b""
+        return self._read(key, start, end)[0]
+
+    def get_with_etag(self, key: str, end: int | None = None) -> tuple[bytes, str]:
+        """The object's first bytes and their entity tag; one more request where the answer has no strong tag."""
+        data, etag = self._read(key, 0, end)
+        return (data, etag) if etag else super().get_with_etag(key, end)
+
+    def _read(self, key: str, start: int, end: int | None) -> tuple[bytes, str]:
         headers = {"Range": range_header(start, end)} if start or end is not None else {}
         reply = self._ask("GET", key, headers, limit=end, allowed=(_OK, _PARTIAL, _UNSATISFIABLE))
         refuse_other_bytes(self.object_url(key), reply.status, reply.fields)
         if reply.status == _UNSATISFIABLE:
-            return b""
+            return b"", ""
+        etag = _etag(reply)
         if reply.status == _OK:  # the whole object: asked for, or a server without ranges
-            return reply.body[start:end]
+            return reply.body[start:end], etag
         told = range_told(reply.fields.get("Content-Range"), start, end)
         if told is None or len(reply.body) != told[1] - told[0]:
-            msg = f"{self.object_url(key)}: asked for bytes from {start} to {end}, got others; its ranges are broken"
-            raise StorageError(msg)
-        return reply.body
+            raise other_range(self.object_url(key), start, end)
+        return reply.body, etag
 
     def stat(self, key: str) -> ObjectStat:
         """Size, entity tag and time of writing, as the server tells them; the tag is empty where it is not strong."""
@@ -104,8 +113,7 @@ class HttpStore(Store):
             size = str(told[2])
         if not _SIZE.fullmatch(size):
             raise StorageError(f"{self.object_url(key)}: the server does not tell the object's size")
-        etag = (strong_etag(reply.fields.get("ETag")) or "").strip('"')
-        return ObjectStat(int(size), etag, _seconds(reply.fields.get("Last-Modified")))
+        return ObjectStat(int(size), _etag(reply), _seconds(reply.fields.get("Last-Modified")))
 
     def put(self, key: str, data: Data) -> None:
         """Write the object. ArgumentError where the server finds that the bytes do not belong to the key."""
@@ -186,6 +194,10 @@ class HttpStore(Store):
             self._has_warned = True
             _log.warning("%s. Further ones count as absent, too", msg)
         return NotFoundError(msg)
+
+
+def _etag(reply: Reply) -> str:
+    return (strong_etag(reply.fields.get("ETag")) or "").strip('"')
 
 
 def _seconds(date: str | None) -> float:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from kvwire.errors import KvwireError, StorageError
 from kvwire.store.backends.s3.errors import NoSuchUploadError, code_of, error_of, plain_code, status_of
 from kvwire.store.base import Listed
-from kvwire.store.http_clients import range_told
+from kvwire.store.http_clients import other_range, range_told
 from kvwire.store.keys import is_key
 
 if TYPE_CHECKING:
@@ -65,9 +65,7 @@ def read_answer(answer: Mapping[str, Any], start: int, end: int | None, *, total
     if answer["ResponseMetadata"]["HTTPStatusCode"] == _PARTIAL:
         told = range_told(answer.get("ContentRange"), start, end)
         if told is None or told[2] is None or length != told[1] - told[0]:
-            raise StorageError(
-                f"{what}: asked for bytes from {start} to {end}, got others; the server's ranges are broken"
-            )
+            raise other_range(what, start, end)
         return _read(answer["Body"], length, total_s, what)
     wanted = length if end is None else min(end, length)  # the whole object, asked for or not
     return _read(answer["Body"], wanted, total_s, what)[start:]
