@@ -426,7 +426,8 @@ def test_of_two_turns_at_a_time_one_is_kept(corpus, chatting, monkeypatch):
         monkeypatch.setattr(closer, "answer", late)
         second = made.converse("anna", "Later?", chat=CHAT, tokens=3)
     assert second.reused.saved == ""
-    assert "another one was meanwhile" in second.misses[-1]
+    assert "another one of 'sessions/anna' was meanwhile; ask again" in second.misses[-1]
+    assert "--fork" not in second.misses[-1]
 
 
 def test_a_session_with_a_lost_part_goes_on_from_its_text(corpus, chatting):
