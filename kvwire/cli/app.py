@@ -2,12 +2,13 @@
 
 Data goes to stdout, progress and errors to stderr. Every command takes ``--json``. Exit codes: 0 done, 2 wrong usage,
 3 not found, 4 corrupt, 5 not allowed, 6 deadline missed, 7 disk or network failed, 8 does not belong together,
-9 done in part, 10 links lose more than was allowed.
+9 done in part, 10 links lose more than was allowed, 130 interrupted, 141 nobody reads stdout any more.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from contextlib import suppress
 from importlib import import_module
@@ -70,7 +71,7 @@ COMMANDS = {
 def main() -> None:
     """Run the command line; translates kvwire errors into messages and exit codes."""
     prepare_output()
-    as_json = "--json" in sys.argv[1:]
+    as_json, stdout = "--json" in sys.argv[1:], sys.stdout
     try:
         cli.main(prog_name="kvwire", standalone_mode=False)
     except click.ClickException as error:
@@ -82,6 +83,10 @@ def main() -> None:
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
+    except SystemExit:
+        if sys.stdout is not stdout:  # click puts a silent one there where the pipe is closed, as by head
+            sys.exit(128 + signal.SIGPIPE)
+        raise
     except KvwireError as error:
         _fail(error, as_json=as_json)
     except OSError as error:  # of the disk, of stdout, or of a library that finds no place for its files

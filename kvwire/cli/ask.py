@@ -16,7 +16,7 @@ from kvwire.cli.inputs import open_engine, read_file
 from kvwire.cli.options import StoreOptions, argument, command, flag, option, repair_of, use_file
 from kvwire.cli.printing import print_answer
 from kvwire.cli.say import leave, stages
-from kvwire.errors import ArgumentError, DeadlineError, NotFoundError, StorageError
+from kvwire.errors import ArgumentError, DeadlineError, NotFoundError, PartialError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -135,7 +135,7 @@ def ask(options: AskOptions) -> None:
     """Answer a question over documents of a store (--docs A B C), a prompt (--prompt), or a session's next turn."""
     _check_prompt(options)
     names, deadline = [*options.docs, *options.more_docs], options.deadline
-    error = None
+    error: DeadlineError | PartialError | None = None
     with ExitStack() as stack:
         with stages(is_told=options.verbose or sys.stderr.isatty()):
             names, answer = _answer(names, options.place, options, stack)
@@ -143,6 +143,8 @@ def ask(options: AskOptions) -> None:
             error = DeadlineError(
                 f"the first token came after {answer.timing.ttft_s:.3f} s, the deadline was {deadline:g} s"
             )
+        if (options.save or options.session) and not (answer.reused and answer.reused.saved):
+            error = PartialError("the answer was not saved, as told among its misses; mend that and ask again")
         print_answer(names, answer, as_json=options.as_json, error=error)
     if error:
         leave(error)

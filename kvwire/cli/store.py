@@ -124,7 +124,7 @@ def rm(options: _RmOptions) -> None:
     with options.place.opened() as store:
         catalog = options.place.catalog(store)
         spaces = list(spaces_of(catalog, options.config))
-        for document in options.documents:
+        for document in dict.fromkeys(options.documents):
             found = [catalog.remove(space, document) for space in spaces]
             (removed if any(found) else absent).append(document)
     error = None

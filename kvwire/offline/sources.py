@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -47,7 +48,7 @@ def find_documents(sources: Sequence[str], *, text_column: str = "text", id_colu
 
     Raises:
         NotFoundError: A source does not exist, or there are no documents.
-        ArgumentError: An extra is not installed, or a file of rows has no such column.
+        ArgumentError: A source has no name, an extra is not installed, or a file of rows has no such column.
         StorageError: A file of rows or a bucket cannot be read.
     """
     refs: list[DocumentRef] = []
@@ -80,25 +81,42 @@ def _of_source(source: str, text_column: str, id_column: str) -> Iterator[Docume
     if source.startswith("s3://"):
         yield from _of_bucket(source, text_column, id_column)
         return
+    if not source.strip():  # of an unset variable; as a path it would be the working directory
+        raise ArgumentError("a source has no name: name text files, folders of them, or an s3:// prefix")
     path = Path(source).expanduser()
     if path.is_dir() and is_dataset(path):
         yield from _of_dataset(path, text_column, id_column)
     elif path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in _TEXTS and file.is_file())
-        for file in files:
-            yield from _of_file(file, path, text_column, id_column)
+        yield from _of_folder(path, text_column, id_column)
     elif path.is_file():
         yield from _of_file(path, path.parent, text_column, id_column)
     elif glob.has_magic(source):
         fixed = next(at for at, part in enumerate(path.parts) if glob.has_magic(part))
         root = Path(*path.parts[:fixed])
-        matched = sorted(file for file in root.glob(str(Path(*path.parts[fixed:]))) if file.is_file())
+        matched = sorted(file for file in root.glob(str(Path(*path.parts[fixed:]))) if _is_file(file))
         if not matched:
             raise NotFoundError(f"{source} matches no file")
         for file in matched:
             yield from _of_file(file, root, text_column, id_column)
     else:
         raise NotFoundError(f"{path} is neither a file nor a folder")
+
+
+def _is_file(path: Path) -> bool:
+    """Whether a path is a file, or a link to one that is gone."""
+    return path.is_file() or (path.is_symlink() and not path.exists())
+
+
+def _of_folder(folder: Path, text_column: str, id_column: str) -> Iterator[DocumentRef]:
+    """The texts below a folder; a folder that cannot be listed is one document with the problem."""
+    unlisted: list[OSError] = []
+    below = (Path(at, name) for at, _, names in os.walk(folder, onerror=unlisted.append) for name in names)
+    for file in sorted(file for file in below if file.suffix in _TEXTS and _is_file(file)):
+        yield from _of_file(file, folder, text_column, id_column)
+    for error in unlisted:
+        why = f"{error.filename} cannot be listed ({error.strerror}); check its permissions"
+        name = Path(error.filename).relative_to(folder).as_posix()
+        yield DocumentRef(name, str(error.filename), "text", str(error.filename), problem=why)
 
 
 def _of_file(file: Path, root: Path, text_column: str, id_column: str) -> Iterator[DocumentRef]:

@@ -131,6 +131,14 @@ class OpenDocument:
         trouble = f"rows of it were computed over level {level}, which is coarser than what was asked for"
         return replace(self, prefix_layers=0).without_blob(trouble)
 
+    def as_exact_as(self, dtype: str) -> OpenDocument:
+        """A copy with the text instead of a blob that holds other numbers bit for bit than an engine computes."""
+        held = self.info.meta.dtype if self.info else dtype
+        if held == dtype or self.token_ids is None:
+            return self
+        trouble = f"its numbers are {held}, this engine computes {dtype}: encode it with --dtype {dtype} --lossless"
+        return replace(self, prefix_layers=0).without_blob(trouble)
+
     def decode_into(
         self, out: KVCache, offset: int, hidden: Tensor | None, backend: Backend, *, rounded: bool
     ) -> OpenDocument:

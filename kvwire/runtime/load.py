@@ -283,6 +283,8 @@ class Load:
         """A document with its decoder; with its text if its blob cannot be decoded, or not finely enough."""
         if self.request.settings.exact or self.request.has_floor:
             document = document.as_fine_as(self.request.goal.floor)
+        if self.request.settings.exact and self.engine.can_recompute:
+            document = document.as_exact_as(self.engine.meta.dtype)
         if not document.info or document.prefix_layers or document.fetcher is None:
             return document
         try:
@@ -296,6 +298,8 @@ class Load:
         """A decodable variant; a pruned one is another cache. Its faults are ignored."""
         try:
             variant.plan_input(1)
+            if self.request.settings.exact and variant.as_exact_as(self.engine.meta.dtype) is not variant:
+                return None
             if not variant.prefix_layers:
                 variant = self.work.decoding(index, variant)
         except Exception:  # noqa: BLE001 - whatever it is, there are others

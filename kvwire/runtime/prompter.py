@@ -197,7 +197,7 @@ class Prompter:
             try:
                 reuse = replace(reuse, saved=await self._saver.save(begun, begun.keep, answer, load, past))
             except ConflictError as error:
-                misses.append(f"this turn was not saved, another one was meanwhile: {error}")
+                misses.append(f"this turn was not saved: {error}")
             except Exception as error:  # noqa: BLE001 - whatever it is, the answer is there
                 misses.append(f"prompt and answer were not saved: {in_words(error)}")
         if begun.chat is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvwire.controller import Goal, kl_floor
 from kvwire.errors import KvwireError
-from kvwire.runtime.answer import floor_trouble
+from kvwire.runtime.answer import floor_trouble, unreached_floor
 from kvwire.runtime.document import in_words
 
 if TYPE_CHECKING:
@@ -101,7 +101,11 @@ class LoadRequest:
         if self.settings.exact:
             has_any = any(each.has_blob for each in inputs)
             return "" if has_any else "it has no lossless level; encode it with --lossless"
-        if not document.has_blob or self.max_kl is None:
+        if not document.has_blob:
             return ""
         floor = self.goal.floor if self.has_floor or self.goal.floor else None
+        if floor is not None and (trouble := unreached_floor(document.info, floor, self.goal.ceiling)):
+            return trouble
+        if self.max_kl is None:
+            return ""
         return floor_trouble(document.info, self.max_kl, floor, self.goal.ceiling)

@@ -118,7 +118,7 @@ class TenantObjects:
         if not self.store.replace(key, self.sealed(key, entry.to_json()), etag):
             raise ConflictError(
                 f"document {entry.document_id!r} was changed by another writer meanwhile, and its entry is as that one "
-                "left it: look at the document and append again, or to a fork (--fork)"
+                "left it: append or ask again, which goes on from there (kvwire append --fork leaves it as it is)"
             )
 
 

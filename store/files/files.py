@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _ADVICE = {
     errno.ENOSPC: "the disk is full: free space or move the store to a larger disk",
     errno.EDQUOT: "the disk quota is used up: free space or raise the quota",
+    errno.EFBIG: "files may not be so large here: raise the limit (ulimit -f) or open a store on another file system",
     errno.EROFS: "the file system is read-only: remount it for writing or open a store elsewhere",
     errno.EACCES: "permission denied: give this user the right to the folder or open a store elsewhere",
     errno.EPERM: "not permitted: give this user the right to the folder or open a store elsewhere",

@@ -66,13 +66,24 @@ def copy_store(source: Store, target: Store, *, jobs: int = 4, on_progress: OnPr
         What was copied, and what was left out.
 
     Raises:
+        ArgumentError: One of the two is a folder inside the other.
         StorageError: Either store fails.
     """
+    _check_apart(source, target)
     copier = _Copier(source, target, jobs, on_progress or (lambda _: None))
     for catalog in catalogs(source):
         for space in catalog.configurations():
             copier.copy(space)
     return Copied(copier.objects, copier.bytes, copier.entries, copier.skipped, tuple(copier.failures.values()))
+
+
+def _check_apart(source: Store, target: Store) -> None:
+    if source.folder is None or target.folder is None:
+        return
+    ours, theirs = source.folder.resolve(), target.folder.resolve()
+    if ours != theirs and (ours in theirs.parents or theirs in ours.parents):
+        msg = f"of {ours} and {theirs} one lies inside the other, where their keys would mix: name another target"
+        raise ArgumentError(msg)
 
 
 class _Copier:

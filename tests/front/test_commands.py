@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +72,18 @@ def test_the_group_knows_its_commands():
     context = click.Context(cli)
     assert cli.list_commands(context) == sorted(COMMANDS)
     assert cli.get_command(context, "nothing") is None
+
+
+@pytest.mark.parametrize("words", [["token", "--json"], ["store", "ls", "--help"]])
+def test_output_that_nobody_reads_ends_a_command_as_the_signal_does(words):
+    command = [sys.executable, "-c", "from kvwire.cli.app import main; main()", *words]
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    finally:
+        os.close(writes)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_a_disk_that_is_full_under_the_output_is_told():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvwire import controller as ctl
+from kvwire.engines.transformers import open_engine
 from kvwire.errors import ArgumentError
 from kvwire.reuse import link
 from kvwire.runtime import runner as loaders
@@ -62,6 +63,19 @@ def test_a_document_without_a_lossless_level_is_computed_and_told(small, store):
     expected = exact_prompt(small, ["lossy"], {"lossy": next(iter(small.tokens.values()))[:300]})
     for part, other in zip(parts_of(answer.prompt.cache), parts_of(expected), strict=True):
         torch.testing.assert_close(part, other, rtol=1e-4, atol=1e-4)
+
+
+def test_a_lossless_level_of_another_dtype_is_not_exact(small, store, demo_model):
+    engine = open_engine(demo_model, dtype=torch.bfloat16)
+    corpus, name = Corpus(engine, store), next(iter(small.tokens))
+    with Loader(engine, corpus, costs=SLOW, settings=EXACT) as loader:
+        answer = loader.ask([name], engine.tokenize("It was plain"))
+    assert {decision.action for decision in answer.decisions} == {"recompute"}
+    assert answer.misses == (
+        f"{name}: its numbers are float32, this engine computes bfloat16: encode it with --dtype bfloat16 --lossless",
+    )
+    expected = link([engine.prefill([small.tokens[name]])[0]])
+    assert all(map(torch.equal, parts_of(answer.prompt.cache), parts_of(expected)))
 
 
 def test_an_engine_that_is_quick_computes_the_text(small, store):

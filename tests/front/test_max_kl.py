@@ -8,7 +8,8 @@ import pytest
 from kvwire import controller as ctl
 from kvwire.errors import ArgumentError
 from kvwire.runtime import runner as loaders
-from kvwire.runtime.answer import floor_trouble
+from kvwire.runtime.answer import floor_trouble, unreached_floor
+from kvwire.runtime.coding import Coding
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings
@@ -129,6 +130,26 @@ def test_trouble_in_words(small, store):
     assert floor_trouble(info, 1e9) == ""
     assert floor_trouble(info, 1e9, floor=0) == ""
     assert floor_trouble(info, 1e-12, floor=7).startswith("level 4, the floor that was asked for")
+    assert (unreached_floor(info, 4), unreached_floor(info, 7, 7)) == ("", unreached_floor(info, 7))
+
+
+@pytest.mark.parametrize("max_kl", [0.03, None])
+def test_a_floor_above_all_levels_is_told(small, store, max_kl):
+    answer = ask(small, store, quality_floor=7, max_kl=max_kl)
+    assert levels_of(answer) == {4}
+    assert all(
+        miss.endswith("no level is as fine as 7, the floor that was asked for: 4 is its finest")
+        for miss in answer.misses
+    )
+    assert len(answer.misses) == len(small.tokens)
+
+
+def test_the_way_to_a_lossless_level_is_told(small):
+    (encoded,) = Corpus(small.engine, filled(small, None), coding=Coding(lossless=True)).encode(
+        [Document("exact", tuple(range(5, 40)))]
+    )
+    assert unreached_floor(encoded.blob, 5).endswith(": 4 is its finest; --exact takes the lossless one")
+    assert unreached_floor(encoded.blob, 5, 5) == ""
 
 
 @pytest.fixture

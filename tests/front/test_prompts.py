@@ -436,7 +436,8 @@ def test_of_two_turns_at_a_time_one_is_kept(corpus, chatting, monkeypatch):
         monkeypatch.setattr(closer, "answer", late)
         second = made.converse("anna", "Later?", chat=CHAT, tokens=3)
     assert second.reused.saved == ""
-    assert "another one was meanwhile" in second.misses[-1]
+    assert "document 'sessions/anna' was changed by another writer meanwhile" in second.misses[-1]
+    assert "ask again" in second.misses[-1]
 
 
 def test_a_session_with_a_lost_part_goes_on_from_its_text(corpus, chatting):
@@ -548,4 +549,13 @@ def test_the_command_line_asks_prompts_and_sessions(run, small, demo_model, tmp_
     ):
         code, out, err = run("ask", *words, *where[:-1])
         assert (code != 0, why in err) == (True, True), err
+    shutil.rmtree(store)
+    store.mkdir()
+    (store / "v1").touch()  # where blobs should go
+    for words in (["--prompt", prompt, "--save"], ["--session", "anna", "--question", "The bell rang, and"]):
+        code, out, err = run("ask", *words, *where)
+        told = json.loads(out)
+        assert (code, told["reused"]["saved"], told["error"]["kind"]) == (9, "", "PartialError"), err
+        assert any("not saved: " in miss for miss in told["misses"])
+        assert "was not saved, as told" in err
     shutil.rmtree(store)

@@ -340,6 +340,22 @@ def test_a_store_is_copied_and_the_copy_goes_on_where_it_was(run, folder, conten
     assert (again["objects"], again["entries"], again["skipped"]) == (1, 0, len(content) - 1)
 
 
+@pytest.mark.parametrize("names", [("store", "store/below"), ("store/below", "store"), ("store", "link/below")])
+def test_folders_inside_each_other_are_not_copied(run, folder, names):
+    (folder.parent / "link").symlink_to(folder)
+    shutil.copytree(folder, folder.parent / "copy")
+    (folder.parent / "copy").rename(folder / "below")
+    code, _, err = run("cp", *(folder.parent / name for name in names))
+    assert (code, "lies inside the other" in err) == (2, True)
+
+
+def test_a_name_that_is_given_twice_counts_once(run, folder, small):
+    name = next(iter(small.tokens))
+    code, out, _ = run("rm", "--store", folder, name, name, "nowhere", "--json")
+    told = json.loads(out)
+    assert (code, told["removed"], told["absent"]) == (3, [name], ["nowhere"])
+
+
 def test_entries_come_last(content):
     class Recording(MemoryStore):
         def __init__(self):

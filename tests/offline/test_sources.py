@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -148,3 +151,39 @@ def test_without_an_extra_the_error_names_it(tmp_path, monkeypatch, package, ext
         (path / "state.json").write_text("{}")
     with pytest.raises(ArgumentError, match=f"kvwire\\[{extra}\\]"):
         find_documents([str(path)])
+
+
+@pytest.mark.parametrize("empty", ["", "  "])
+def test_a_source_without_a_name_is_not_the_working_directory(tmp_path, monkeypatch, empty):
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match="a source has no name"):
+        find_documents([empty])
+
+
+def test_a_link_to_a_text_that_is_gone_is_told(folder, texts):
+    (folder / "0" / "gone.txt").symlink_to("nowhere.txt")
+    (folder / "0" / "gone").symlink_to("nowhere")
+    os.mkfifo(folder / "pipe.txt")
+    for source in (str(folder), f"{folder}/*/*.txt"):
+        (ref,) = (ref for ref in find_documents([source]) if ref.problem)
+        assert (ref.document_id, "cannot be read (No such file or directory)" in ref.problem) == ("0/gone", True)
+
+
+def test_a_folder_that_cannot_be_listed_is_told(folder, texts):
+    """As another user than root, to whom every folder opens."""
+    (folder / "0" / "closed").mkdir(mode=0)
+    for parent in (folder, *folder.parents):
+        if parent.stat().st_uid == os.getuid():
+            parent.chmod(parent.stat().st_mode | 0o055)
+    code = f"""
+import os
+from kvwire.offline import find_documents
+os.getuid() or os.setuid(65534)
+for ref in find_documents([{str(folder)!r}]):
+    print(ref.document_id, "-" if not ref.problem else ref.problem)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    told = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert "cannot be listed (Permission denied)" in told.pop("0/closed")
+    assert told == dict.fromkeys(texts, "-")

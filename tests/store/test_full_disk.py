@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -211,3 +212,14 @@ def test_a_database_that_may_not_grow_is_told_as_a_full_disk(store):
     with pytest.raises(StorageError, match="the disk is full") as raised:
         store._rows._database.write(grow)
     assert raised.value.errno == errno.ENOSPC
+
+
+def test_a_limit_on_files_is_told(store):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+    try:
+        with pytest.raises(StorageError, match=r"files may not be so large here: raise the limit \(ulimit -f\)"):
+            store.put("a/k", bytes(40_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(store.keys("a/")) == []
