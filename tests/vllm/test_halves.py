@@ -76,7 +76,9 @@ def test_the_ends_that_are_kept_are_bounded_by_their_bytes(told, monkeypatch):
     cache, load, loaded = expected(told, "abc"), PageLoader.load, []
     whole = cache.tokens // BLOCK * BLOCK
     monkeypatch.setattr(working, "_MOST_TAIL_BYTES", int(2.5 * cache.slice(whole, cache.tokens).nbytes))
-    monkeypatch.setattr(PageLoader, "load", lambda loader, names, *given: loaded.append(names) or load(loader, names, *given))
+    monkeypatch.setattr(
+        PageLoader, "load", lambda loader, names, *given: loaded.append(names) or load(loader, names, *given)
+    )
     with closing(Halves(told)) as halves:
         orders = ["abc", "acb", "bac", "bca", "cab", "cba"]  # as long as each other, and so are their ends
         for names in orders:
