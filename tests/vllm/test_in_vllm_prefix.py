@@ -37,8 +37,8 @@ from .inside import CLOSE, LENGTHS, QUESTION, Place, distance, encoded, save_mod
 pytestmark = pytest.mark.filterwarnings("default")
 LEVEL = 3
 STEP_TOKENS, SEQUENCES = 128, 24
-USED_MIB = 8
-"""More than this in 800 requests is a leak: the ends of documents that the worker keeps, and buffers, are 2."""
+USED_MIB = 4
+"""More than this in 800 requests is a leak, or caches that wait for Python's garbage collector; buffers are 1."""
 
 
 @pytest.fixture(scope="module")
