@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvwire.errors import KvwireError, MismatchError
 from kvwire.reuse.assemble import moved
+from kvwire.store.recent import Recent
 
 from .counting import Counts
 from .loading import Loaded
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 32
 """Loads under way at a time; the rest waits, and its deadlines run."""
-_TAILS = 512
+_MOST_TAIL_BYTES = 256 << 20
+"""Of documents' ends, one for each combination of late: up to 2 MB each with a model of 8B parameters."""
 _MEASURED_TOKENS = 64
 """Steps of fewer tokens cost what a step costs, not what its tokens do."""
 _LEARN = 0.2
@@ -59,7 +60,7 @@ class ConnectorWorker:
         self._ended = threading.Condition(self._lock)
         self._under_way = 0
         self._done: list[tuple[PageLoad, Loaded]] = []
-        self._tails: OrderedDict[str, tuple[int, KVCache]] = OrderedDict()
+        self._tails: Recent[str, tuple[int, KVCache]] = Recent(_MOST_TAIL_BYTES, lambda kept: kept[1].nbytes)
         self._pages: Pages | None = None
         self._tables: tuple[BlockTable, ...] = ()
         self._layers: list[int] = []  # of the documents' caches: some have no rows, and no pages
@@ -158,8 +159,7 @@ class ConnectorWorker:
 
     def _kept_tail(self, load: PageLoad) -> Loaded | None:
         """The end of documents whose full blocks vLLM still has: less than a block, which it does not keep."""
-        with self._lock:
-            kept = None if load.choice.prefix else self._tails.get(load.salt)
+        kept = None if load.choice.prefix else self._tails.get(load.salt)
         if kept is None or kept[0] > load.start or kept[0] + kept[1].tokens != load.stop:
             return None
         return Loaded(kept[1], load.stop)
@@ -200,11 +200,7 @@ class ConnectorWorker:
             return
         tail = cache.slice(first, load.stop - cache.meta.offset)
         copied = type(tail)([k.clone() for k in tail.keys], [v.clone() for v in tail.values], tail.meta)
-        with self._lock:
-            self._tails[load.salt] = (start, copied)
-            self._tails.move_to_end(load.salt)
-            while len(self._tails) > _TAILS:
-                self._tails.popitem(last=False)
+        self._tails.put(load.salt, (start, copied))
 
 
 def check_layers(pages: Pages, meta: CacheMeta) -> None:

@@ -131,6 +131,7 @@ class Load:
         try:
             await self.jobs.close()
         finally:  # a second cancellation must not leave blobs open
+            del self.jobs  # a cycle would keep the prompt until Python collects garbage
             await self._opener.close()
 
     async def run(self) -> bool:

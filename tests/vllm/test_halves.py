@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvwire.controller import Goal
-from kvwire.engines.vllm import loading
+from kvwire.engines.vllm import loading, working
 from kvwire.engines.vllm.counting import Counts
 from kvwire.engines.vllm.loading import PageLoader, without_weights
 from kvwire.engines.vllm.opening import ConnectorSettings
@@ -70,6 +70,23 @@ def test_the_end_that_fills_no_block_is_kept(halves, told, monkeypatch):
     bad, blocks, _, promised = halves.load(body, whole)
     assert (bad, promised) == (set(), cache.tokens - whole)
     check(halves, blocks, cache, whole, cache.tokens)
+
+
+def test_the_ends_that_are_kept_are_bounded_by_their_bytes(told, monkeypatch):
+    cache, load, loaded = expected(told, "abc"), PageLoader.load, []
+    whole = cache.tokens // BLOCK * BLOCK
+    monkeypatch.setattr(working, "_MOST_TAIL_BYTES", int(2.5 * cache.slice(whole, cache.tokens).nbytes))
+    monkeypatch.setattr(
+        PageLoader, "load", lambda loader, names, *given: loaded.append(names) or load(loader, names, *given)
+    )
+    with closing(Halves(told)) as halves:
+        orders = ["abc", "acb", "bac", "bca", "cab", "cba"]  # as long as each other, and so are their ends
+        for names in orders:
+            halves.load(halves.body(names))
+        del loaded[:]
+        for names in reversed(orders):
+            halves.load(halves.body(names), whole)
+    assert [names[-1] for names in loaded] == [names[-1] for names in orders[3::-1]]
 
 
 def test_a_damaged_chunk_makes_its_blocks_and_those_behind_bad(halves, told):

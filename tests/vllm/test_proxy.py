@@ -21,6 +21,7 @@ import torch
 from aiohttp import web
 
 from kvwire.engines.transformers.opening import open_tokenizer
+from kvwire.engines.vllm.proxy import bodies
 from kvwire.engines.vllm.proxy.outcome_socket import OutcomeSender
 from kvwire.engines.vllm.proxy.placeholders import RequestError
 from kvwire.engines.vllm.proxy.streaming import EventStream
@@ -99,6 +100,16 @@ def test_a_chat_says_what_chat_body_says(place, pieces, maker):
         cache = link([head, *(told.corpus.decode(name, 2, dtype=torch.float32) for name in ("one", "two"))])
         assert (bad, promised, said["level"]) == (set(), cache.tokens, 2)
         check(halves, blocks, cache, 0, cache.tokens)
+
+
+def test_the_texts_that_are_remembered_are_bounded_by_their_tokens(place, maker, monkeypatch):
+    told, read, text = place[0], [], Corpus.text
+    monkeypatch.setattr(bodies, "_MOST_TOKENS", len(told.tokens["one"]) + len(told.tokens["two"]))
+    monkeypatch.setattr(Corpus, "text", lambda corpus, entry: read.append(entry.document_id) or text(corpus, entry))
+    made = maker()
+    for name in ("one", "two", "one", "cut", "two"):
+        made.prepare(turns(f"{{{{kvwire:{name}}}}}Why?"), is_chat=True)
+    assert read == ["one", "two", "cut", "two"]
 
 
 def test_a_document_that_runs_into_what_follows_is_loaded_up_to_the_seam(place, pieces, maker):

@@ -155,6 +155,7 @@ class BlobFetcher:
     async def close(self) -> None:
         """Let go of the source and of the bytes read so far."""
         self._prefix = b""
+        self._source.on_local = None  # a cycle would keep both until Python collects garbage
         await self._source.close()
 
     async def __aenter__(self) -> Self:

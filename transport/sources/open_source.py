@@ -133,6 +133,7 @@ class PartsSource(ByteSource):
     async def close(self) -> None:
         """Close all parts."""
         for source in self._sources:
+            source.on_local = None  # a cycle would keep both until Python collects garbage
             await source.close()
 
 

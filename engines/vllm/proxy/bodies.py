@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvwire.engines.transformers.chat import Script, read_around, render_template
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.runtime.combinations import Combination
+from kvwire.store.recent import Recent
 
 from ..requests import KEPT, PARAMS, SALTED, Choice, entries_of, kept_of, missing_level, request_salt, salt_of, with_own
 from .placeholders import (
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
 
 Kind: TypeAlias = Literal["documents", "prefix", "plain"]
 Load: TypeAlias = Literal["linked", "first", "kept"]
-_MOST_TEXTS, _MOST_TOKENS = 1024, 1 << 24
-"""Of documents whose texts are remembered."""
+_MOST_TOKENS = 1 << 22
+"""Of documents whose texts are remembered: about 40 bytes each."""
 _QUALITY = ("level", "deadline_s", "objective")
 
 
@@ -114,9 +113,7 @@ class BodyMaker:
         """
         self._corpus, self._pieces, self._wanted = corpus, pieces, wanted or Wanted()
         self._combinations = combinations
-        self._lock = threading.Lock()
-        self._texts: OrderedDict[str, _Text] = OrderedDict()
-        self._tokens = 0
+        self._texts: Recent[str, _Text] = Recent(_MOST_TOKENS, lambda found: len(found.token_ids))
 
     def prepare(self, body: dict[str, Any], *, is_chat: bool) -> Prepared:
         """Make the body; what names no documents stays as it is, but for a prefix."""
@@ -296,26 +293,13 @@ class BodyMaker:
         if (found := named.texts.get(name)) is not None:
             return found
         entry = named.entries[name]
-        with self._lock:
-            found = self._texts.get(entry.token_digest)
-            if found is not None:
-                self._texts.move_to_end(entry.token_digest)
-        if found is None:
+        if (found := self._texts.get(entry.token_digest)) is None:
             try:
                 ids = tuple(self._corpus.text(entry))
             except NotFoundError as error:
                 msg = f"the text of document {name!r} is lost: encode it again"
                 raise RequestError(msg, 404, "document_not_found", name) from error
             text = str(self._pieces.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
-            found = _Text(ids, text)
-            self._remember(entry.token_digest, found)
+            found = self._texts.put(entry.token_digest, _Text(ids, text))
         named.texts[name] = found
         return found
-
-    def _remember(self, digest: str, text: _Text) -> None:
-        with self._lock:
-            if digest not in self._texts:
-                self._tokens += len(text.token_ids)
-            self._texts[digest] = text
-            while self._texts and (len(self._texts) > _MOST_TEXTS or self._tokens > _MOST_TOKENS):
-                self._tokens -= len(self._texts.popitem(last=False)[1].token_ids)
