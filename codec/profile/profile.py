@@ -131,6 +131,11 @@ class Profile:
         """
         check_model(self, meta, "profile", "kvwire.fit_profile")
 
+    def read_all(self) -> None:
+        """Fetch all rows and metrics that are not read yet."""
+        for group in self.groups:
+            _ = group.rows, group.metric
+
     @cached_property
     def data(self) -> bytes:
         """The profile as stored, see docs/format.md."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvwire.codec import Backend, LevelKind
+    from kvwire.codec import AnyProfile, Backend, LevelKind
     from kvwire.reuse import LinkLayout
     from kvwire.store import CatalogEntry
     from kvwire.types import BlobInfo, BlockDeviation, KVCache
@@ -27,6 +27,13 @@ LEAST_TOKENS = 64
 """Less text cannot fit a model: such documents carry a plain profile of their own."""
 Extent = Literal["full", "quick"]
 EXTENTS: dict[Extent, int] = {"full": CALIBRATION_TOKENS, "quick": QUICK_TOKENS}
+
+
+def read_whole(profile: AnyProfile | None) -> AnyProfile | None:
+    """A profile, with all that encoders need of it."""
+    if profile is not None:
+        profile.read_all()
+    return profile
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from kvwire.codec import Ladder, encode
 from kvwire.errors import ArgumentError, CorruptError, MismatchError, NotFoundError
 from kvwire.runtime.calibrate import Calibration, MomentFile
-from kvwire.runtime.coding import LEAST_TOKENS, Computed, Document, Encoded
+from kvwire.runtime.coding import LEAST_TOKENS, Computed, Document, Encoded, read_whole
 from kvwire.runtime.prefill import (
     WITHOUT,
     Neighbours,
@@ -201,7 +201,7 @@ class Encoder:
             added = self._catalog.alias(entry, document.document_id)
             if added is None:
                 return None
-            self._catalog.confirm(self._config, added, document.token_ids, profile.data if profile else b"")
+            self._catalog.confirm(self._config, added, document.token_ids, profile)
             entry = added
         self._corpus.changes += 1
         return Encoded(entry, info, skipped=True, encode_s=0.0)
@@ -300,7 +300,7 @@ class Encoder:
             overwrite=True,  # what exists was rejected
             etag=etag,
         )
-        self._catalog.confirm(self._config, entry, document.token_ids, profile.data if profile else b"")
+        self._catalog.confirm(self._config, entry, document.token_ids, profile)
         self._corpus.changes += 1
         return entry
 
@@ -329,8 +329,7 @@ class Encoder:
         A damaged one is replaced only with ``force``: other readers may see it whole.
         """
         try:
-            profile = self._corpus.profile()
-            _ = profile and profile.data  # read all of it: damage must show before anything is written
+            profile = read_whole(self._corpus.profile())  # damage must show before anything is written
         except NotFoundError:
             profile = None
         except CorruptError:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ArgumentError, ConflictError, CorruptError, MismatchError, NotFoundError
-from kvwire.runtime.coding import Computed, Document, Encoded
+from kvwire.runtime.coding import Computed, Document, Encoded, read_whole
 from kvwire.runtime.prefill import compute_behind, states_of
 from kvwire.store import check_new_name
 from kvwire.store.prefix.index import opening_of
@@ -128,8 +128,7 @@ class Grower:
         if not takes_parts(grown):
             return self._written_anew(grown, cache, started)
         self._corpus.changes += 1
-        profile = self._corpus.profile_of(grown.entry)
-        _ = profile and profile.data  # encoders need all of it
+        profile = read_whole(self._corpus.profile_of(grown.entry))
         computed = self._computed(grown, cache)
         prefix = BlobPrefix(len(grown.token_ids), digest_tokens(grown.token_ids), grown.name)
         blob, info = self._encoder.code(computed, profile, grown.level, grown.info.levels, prefix)
@@ -226,8 +225,7 @@ class Grower:
 
     def _written_anew(self, grown: Grown, cache: KVCache | None, started: float) -> Encoded:
         """Encode the whole document as one blob, as ``encode`` would now."""
-        whole, profile = grown.whole, self._corpus.profile()
-        _ = profile and profile.data
+        whole, profile = grown.whole, read_whole(self._corpus.profile())
         if cache is not None and cache.token_ids != whole.token_ids:
             cache = None
         if cache is not None:

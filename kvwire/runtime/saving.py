@@ -22,7 +22,7 @@ from kvwire.codec import encode
 from kvwire.errors import ArgumentError, ConflictError, CorruptError, MismatchError, NotFoundError
 from kvwire.reuse import LinkedPrompt
 from kvwire.reuse.edits.place import BLOCK_ROWS
-from kvwire.runtime.coding import Computed, Document
+from kvwire.runtime.coding import Computed, Document, read_whole
 from kvwire.runtime.document import in_words
 from kvwire.runtime.grow import Grower, Grown, takes_parts
 from kvwire.store.catalog.grown import leading
@@ -160,7 +160,7 @@ class Saver:
     def _anew(self, rows: Rows, name: str, etag: str) -> CatalogEntry:
         """As one blob; without a profile bit for bit, since a profile of its own could not be shared by parts."""
         document, cache = Document(name, rows.token_ids), rows.cache
-        profile = self._corpus.profile()
+        profile = read_whole(self._corpus.profile())
         if profile is None:
             steps = self._steps
             lossless = encode(
@@ -170,7 +170,6 @@ class Saver:
             blob = self._catalog.blobs.seal(lossless)
             info = self._catalog.blobs.reader().read_header(blob)
         else:
-            _ = profile.data  # encoders need all of it
             computed = Computed(cache, rows.opening, opening=len(rows.opening))
             if profile.prefix_layers:
                 computed = replace(self._steps.compute(document, profile, cache=cache, neutral_tokens=0), cache=cache)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import Self
 
+    from kvwire.codec import AnyProfile
     from kvwire.store.base import Store
     from kvwire.store.catalog.objects import Config
     from kvwire.store.crypto.keyring import Keyring
@@ -212,7 +213,9 @@ class Catalog:
         self.confirm(space, entry, token_ids)
         return entry
 
-    def confirm(self, config: Config, entry: CatalogEntry, token_ids: Sequence[int], profile: bytes = b"") -> None:
+    def confirm(
+        self, config: Config, entry: CatalogEntry, token_ids: Sequence[int], profile: AnyProfile | None = None
+    ) -> None:
         """Write again what a collector took of an entry's text and profile before it saw the entry.
 
         Called after the entry was written, where its text or profile was there already.
@@ -221,15 +224,15 @@ class Catalog:
             config: The model configuration.
             entry: The entry.
             token_ids: Its text.
-            profile: The bytes of its profile; empty: the profile is not looked at.
+            profile: Its profile; None: the profile is not looked at.
         """
         space = self.keys(config)
         text = space.text(entry.token_digest)
         used = [text, space.profile(entry.profile_digest)] if entry.profile_digest and profile else [text]
         wait_for_collectors(self.store, space, used)
         self.texts.put(space, token_ids)
-        if len(used) > 1 and not self.objects.is_young(used[1]):
-            self.profiles.put(space, profile)
+        if profile and len(used) > 1 and not self.objects.is_young(used[1]):
+            self.profiles.put(space, profile.data)
 
     def remove(self, config: Config, document_id: str) -> bool:
         """Take a document out of the catalog. What it named is left to ``collect``.

@@ -24,7 +24,7 @@ from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore, collect, forget
 
 from ..store.conftest import DAY, AgedStore
-from ..store_wrappers import StoreWrapper
+from ..store_wrappers import CountingStore, StoreWrapper
 from .tiny_engine import TinyEngine
 
 TEMPLATE = (
@@ -331,6 +331,23 @@ def test_tenants_and_models_share_nothing(small, chatting, bos_engine, ids):
     for engine, tenant in ((chatting, "b"), (bos_engine, "a")):
         with loader(engine, Corpus(engine, store, tenant=tenant)) as made:
             assert made.ask_prompt(ids).reused.loaded == 0
+
+
+@pytest.mark.parametrize("way", ["encode", "append", "turn"])
+def test_what_encodes_reads_a_profile_once(small, chatting, ids, way):
+    store = filled(small, chatting).catalog.store
+    list(Corpus(chatting, store).encode([Document("text", ids)], index=("kvwire",)))
+    counting = CountingStore(store)
+    corpus = Corpus(chatting, counting)
+    if way == "encode":
+        list(corpus.encode([Document("other", ids[1:])]))
+    elif way == "append":
+        corpus.append("text", ids[:64])
+    else:
+        with loader(chatting, corpus, quality_floor=4) as made:
+            assert made.ask_prompt([*ids, 7, 8, 9], save=True).reused.saved
+    key = corpus.catalog.keys(corpus.config).profile(small.profile.digest)
+    assert 0 < counting.tally("get", key).bytes <= len(small.profile.data)
 
 
 def turns(engine, corpus, count, name="anna", **settings):

@@ -415,7 +415,7 @@ def _text_alone(catalog, _):
 def _put_and_confirm(catalog, _):
     profile = catalog.profiles.put(CONFIG, b"profile")
     entry = put(catalog, "with profile", profile_digest=profile)
-    catalog.confirm(CONFIG, entry, IDS, b"profile")
+    catalog.confirm(CONFIG, entry, IDS, SimpleNamespace(data=b"profile"))
     return entry
 
 
