@@ -103,8 +103,11 @@ def _of_source(source: str, text_column: str, id_column: str) -> Iterator[Docume
 
 
 def _is_file(path: Path) -> bool:
-    """Whether a path is a file, or a link to one that is gone."""
-    return path.is_file() or (path.is_symlink() and not path.exists())
+    """Whether a path is a file, or might be one: a link to what is gone, or what this user may not look at."""
+    try:
+        return path.is_file() or (path.is_symlink() and not path.exists())
+    except OSError:
+        return True
 
 
 def _of_folder(folder: Path, text_column: str, id_column: str) -> Iterator[DocumentRef]:

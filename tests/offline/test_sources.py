@@ -173,6 +173,10 @@ def test_a_link_to_a_text_that_is_gone_is_told(folder, texts):
 def test_a_folder_that_cannot_be_listed_is_told(folder, texts):
     """As another user than root, to whom every folder opens."""
     (folder / "0" / "closed").mkdir(mode=0)
+    (folder / "0" / "names").mkdir()
+    (folder / "0" / "names" / "only.txt").write_text("text")
+    (folder / "0" / "linked.txt").symlink_to("closed/a.txt")
+    (folder / "0" / "names").chmod(0o444)
     for parent in (folder, *folder.parents):
         if parent.stat().st_uid == os.getuid():
             parent.chmod(parent.stat().st_mode | 0o055)
@@ -186,4 +190,6 @@ for ref in find_documents([{str(folder)!r}]):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     told = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert "cannot be listed (Permission denied)" in told.pop("0/closed")
+    for name in ("0/linked", "0/names/only"):
+        assert "cannot be read (Permission denied)" in told.pop(name)
     assert told == dict.fromkeys(texts, "-")

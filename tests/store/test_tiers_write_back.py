@@ -155,6 +155,20 @@ def test_puts_wait_for_room_and_then_give_up(remote, tmp_path):
         tiers.put(*blobs[2])
 
 
+def test_an_entry_is_acknowledged_where_the_remote_fails_once_it_has_the_blob(remote, tmp_path):
+    key, data = samples.blob(1)
+    with closing(writing_back(remote, tmp_path, settings={"backoff_s": 0.01, "max_backoff_s": 0.01})) as tiers:
+        catalog = Catalog(tiers)
+        tiers.put(key, data)
+        tiers.flush(30)
+        remote.is_down = True
+        catalog.objects.confirm(catalog.keys("c" * 64), {key: data})
+        assert tiers.counters().uploads.pending == 1
+        remote.is_down = False
+        tiers.flush(30)
+    assert remote.written[0] == key
+
+
 def test_what_is_too_large_to_wait_goes_to_the_remote_at_once_and_in_order(remote, tmp_path):
     (key, data), large = samples.blob(1, 500), b"x" * 2000
     with closing(writing_back(remote, tmp_path, pending_bytes=1000)) as tiers:
