@@ -112,7 +112,7 @@ class RopeRegimeError(MismatchError):
 
 
 class PartialError(KvwireError):
-    """Some of many documents failed, the others are done; each failure was reported."""
+    """Part of what was asked for failed, the rest is done; each failure was reported."""
 
     exit_code = 9
 

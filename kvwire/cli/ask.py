@@ -220,6 +220,12 @@ def _prefetch(corpus: Corpus, options: AskOptions, failed: type[BaseException] |
         raise StorageError("not all documents of --soon came: the store failed, or they have too many parts; try again")
 
 
+def _check_saved(loader: Loader, failed: type[BaseException] | None, *_: object) -> None:
+    """Leave with an error, once the loader is closed, where a prompt could not be saved after its answer."""
+    if loader.unsaved and not failed:
+        leave(PartialError("the answer was not saved, as told above; mend that and ask again"))
+
+
 def _answer(names: list[str], place: StoreOptions, options: AskOptions, stack: ExitStack) -> tuple[list[str], Answer]:
     """The answer, and names of what stands in the prompt, in its order; what the stack has to do comes after it."""
     from kvwire.runtime.corpus import Corpus
@@ -239,7 +245,9 @@ def _answer(names: list[str], place: StoreOptions, options: AskOptions, stack: E
     others = [Corpus(engine, opened, **(place.whose() | {"tenant": tenant})) for tenant in options.variants]
     schema = _schema_prompt(corpus, engine, names, options) if options.schema else None
     known = _texts(engine, options.texts, schema.documents if schema else names) if options.texts else {}
-    loader = stack.enter_context(Loader(engine, corpus, variants=others, link=emulated, settings=settings))
+    loader = Loader(engine, corpus, variants=others, link=emulated, settings=settings)
+    stack.push(partial(_check_saved, loader))
+    stack.enter_context(loader)
     stack.callback(sys.stdout.flush)  # closing waits for what is kept in the background
     if not names:
         return _answer_prompt(loader, engine, options, chat)

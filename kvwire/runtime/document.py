@@ -132,11 +132,13 @@ class OpenDocument:
         return replace(self, prefix_layers=0).without_blob(trouble)
 
     def as_exact_as(self, dtype: str) -> OpenDocument:
-        """A copy with the text instead of a blob that holds other numbers bit for bit than an engine computes."""
+        """A copy with the text, if known, instead of a blob whose numbers cannot be those that an engine computes."""
         held = self.info.meta.dtype if self.info else dtype
-        if held == dtype or self.token_ids is None:
+        if held == dtype:
             return self
         trouble = f"its numbers are {held}, this engine computes {dtype}: encode it with --dtype {dtype} --lossless"
+        if self.token_ids is None:
+            return replace(self, trouble=trouble)
         return replace(self, prefix_layers=0).without_blob(trouble)
 
     def decode_into(

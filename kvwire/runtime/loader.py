@@ -91,6 +91,14 @@ class Loader:
             self._end.detach()
 
     @property
+    def unsaved(self) -> int:
+        """How many prompts made from donors could not be saved after their answers, each told in the log.
+
+        Those that wait are not counted before ``close`` has waited for them.
+        """
+        return self._runner.unsaved
+
+    @property
     def costs(self) -> ctl.CostModel:
         """Current estimates of computing costs on this engine."""
         return self.estimates.costs()

@@ -176,6 +176,11 @@ class Prompter:
         misses = answer.misses if saved else (*answer.misses, "prompt and answer were not saved: too many others wait")
         return replace(answer, reused=replace(answer.reused, saved=saved), misses=misses)
 
+    @property
+    def unsaved(self) -> int:
+        """How many prompts could not be kept in the background."""
+        return self._saver.unsaved
+
     def wait(self) -> None:
         """Wait for what is kept in the background."""
         self._saver.wait()

@@ -292,6 +292,11 @@ class LoadRunner:
                 self.remember(load)
                 return self.prompter.finish_edited(begun, made.told(answer), load)
 
+    @property
+    def unsaved(self) -> int:
+        """How many prompts could not be kept in the background."""
+        return self.prompter.unsaved if "prompter" in vars(self) else 0
+
     @cached_property
     def prompter(self) -> Prompter:
         """Finds what the store has of prompts."""

@@ -184,12 +184,17 @@ def name_of(token_ids: Sequence[int]) -> str:
 
 
 class AnswerSaver:
-    """Keeps prompts and answers of one loader; used on the session's loop."""
+    """Keeps prompts and answers of one loader; used on the session's loop.
+
+    Attributes:
+        unsaved: How many edited prompts could not be kept in the background.
+    """
 
     def __init__(self, engine: Engine, corpus: Corpus, writer: str) -> None:
         """Read nothing yet. writer: see ``DonorIndex``."""
         self._engine, self._corpus, self._writer = engine, corpus, writer
         self._saver: Saver | None = None
+        self.unsaved = 0
         self._waiting: set[Future[None]] = set()
         self._turn = asyncio.Lock()
 
@@ -230,15 +235,19 @@ class AnswerSaver:
 
     def wait(self) -> None:
         """Wait for what is kept in the background; in any thread but the loop's."""
-        if late := wait(tuple(self._waiting), _CLOSING_S).not_done:
-            _log.warning("%d prompts were not saved: computing them takes over %g s", len(late), _CLOSING_S)
+        wait(tuple(self._waiting), _CLOSING_S)
 
     async def _save_whole(self, begun: Begun, keep: Keep, ids: tuple[int, ...], driver: ControllerDriver) -> None:
         try:
             async with self._turn:
                 cache = await self._computed(ids, driver)
                 await self._put(begun, keep, self._rows_of(begun, ids, cache, None), driver)
+        except asyncio.CancelledError:
+            self.unsaved += 1
+            _log.warning("a prompt was not saved: its loader ended before it was computed; ask with reuse exact")
+            raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the answer was given
+            self.unsaved += 1
             _log.warning("a prompt was not saved: %s", in_words(error))
 
     async def _computed(self, ids: tuple[int, ...], driver: ControllerDriver) -> KVCache:

@@ -11,6 +11,7 @@ from kvwire.errors import ArgumentError
 from kvwire.reuse import link
 from kvwire.runtime import runner as loaders
 from kvwire.runtime.corpus import Coding, Corpus, Document
+from kvwire.runtime.document import FoundDocument, OpenDocument
 from kvwire.runtime.loader import Loader
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import FolderStore, MemoryStore
@@ -76,6 +77,15 @@ def test_a_lossless_level_of_another_dtype_is_not_exact(small, store, demo_model
     )
     expected = link([engine.prefill([small.tokens[name]])[0]])
     assert all(map(torch.equal, parts_of(answer.prompt.cache), parts_of(expected)))
+
+
+def test_numbers_of_another_dtype_are_told_where_the_text_is_not_known(small, store):
+    corpus, name = Corpus(small.engine, store), next(iter(small.tokens))
+    entry = corpus.find(name)
+    document = OpenDocument(FoundDocument(corpus, name, entry, None, None), None, corpus.read_header(entry))
+    assert document.as_exact_as("float32") is document
+    told = document.as_exact_as("bfloat16")
+    assert (told.info, told.trouble.split(",")[0]) == (document.info, "its numbers are float32")
 
 
 def test_an_engine_that_is_quick_computes_the_text(small, store):

@@ -402,7 +402,20 @@ def test_an_edited_prompt_that_cannot_be_kept_costs_no_answer(small, texts, prom
         store.word = ".kvw"
         told = made.ask_prompt(prompt, reuse="donors", save=True)
     assert told.first_token == none.first_token
+    assert made.unsaved == 1
     assert "a prompt was not saved: the disk is full" in caplog.text
+
+
+def test_an_edited_prompt_that_a_loader_leaves_behind_is_told(small, corpus, prompt, caplog, monkeypatch):
+    begun, let, save = threading.Event(), threading.Event(), saving.Saver.save
+    monkeypatch.setattr(saving, "_CLOSING_S", 0.01)
+    monkeypatch.setattr(saving.Saver, "save", lambda *given: (begun.set(), let.wait(60), save(*given))[-1])
+    with loader(small.engine, corpus, **FINE) as made:
+        assert made.ask_prompt(prompt, reuse="donors", save=True).reused.saved
+        assert begun.wait(60)
+        threading.Timer(0.5, let.set).start()
+    assert made.unsaved == 1
+    assert "its loader ended before it was computed" in caplog.text
 
 
 def test_prompts_of_other_tenants_and_writers_change_no_bit(small, texts, prompt):
@@ -466,6 +479,11 @@ def test_the_command_line_plans_and_asks_similar_prompts(run, small, demo_model,
     ask = ["ask", "--prompt", prompt, "--reuse", "donors", "--tokens", 2, *model, *place]
     code, out, err = run(*ask, "--json")
     assert json.loads(out)["reused"]["donors"][0][1] > 300, err
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "BLOCK_ROWS", 0)  # nothing can be computed
+        code, out, err = run(*ask, "--save", "--json")
+    assert (code, json.loads(out)["reused"]["saved"][:8]) == (9, "prompts/"), err
+    assert "the answer was not saved, as told above" in err
     code, out, err = run(*ask, "--donor", told["considered"][0]["document"], "--save")
     assert ("tokens in holes" in out, "kept as prompts/" in out) == (True, True), err
     code, out, err = run("ask", "--prompt", prompt, "--reuse", "exact", *model, *place)
