@@ -143,7 +143,7 @@ def ask(options: AskOptions) -> None:
             error = DeadlineError(
                 f"the first token came after {answer.timing.ttft_s:.3f} s, the deadline was {deadline:g} s"
             )
-        if (options.save or options.session) and not (answer.reused and answer.reused.saved):
+        if error is None and (options.save or options.session) and not (answer.reused and answer.reused.saved):
             error = PartialError("the answer was not saved, as told among its misses; mend that and ask again")
         print_answer(names, answer, as_json=options.as_json, error=error)
     if error:

@@ -146,8 +146,7 @@ class Saver:
         base = structs.replace(base, levels=tuple((level.name, level.cumulative_bytes) for level in info.levels))
         ids = rows.token_ids
         grown = Grown(base, etag, info, name, ids[: base.tokens], ids[base.tokens :], rows.level)
-        is_worse = rows.level is None and info.context_level is not None  # over lossy rows, as these are not
-        if is_worse or info.soft_tokens or info.neutral_prefix != rows.opening or not takes_parts(grown):
+        if info.soft_tokens or info.neutral_prefix != rows.opening or not takes_parts(grown):
             return None
         if any(level.lossless for level in info.levels) and info.meta.dtype != rows.cache.meta.dtype:
             return None
@@ -216,7 +215,8 @@ class AnswerSaver:
         if info is not None and levels:
             lossy = [level for level in levels if not info.levels[level].lossless]
             lossy += [] if info.context_level is None else [info.context_level]
-        return await self._put(begun, keep, self._rows_of(begun, ids, cache, min(lossy, default=None)), load.driver)
+        rows = self._rows_of(begun, ids, cache, begun.found.entry, min(lossy, default=None))
+        return await self._put(begun, keep, rows, load.driver)
 
     def save_edited(self, begun: Begun, keep: Keep, answer: Answer, driver: ControllerDriver) -> str:
         """Keep an edited prompt and its answer in the background; returns under which name, empty if too many wait.
@@ -226,8 +226,11 @@ class AnswerSaver:
         """
         if len(self._waiting) >= _MOST_WAITING:
             return ""
-        ids = (*begun.text, *self._said(begun, answer))
-        saving = self._save_whole(begun, keep, ids, driver)
+        ids, base = (*begun.text, *self._said(begun, answer)), begun.found.entry
+        donors = dict(answer.reused.donors) if answer.reused else {}
+        if base is not None and base.document_id not in donors:
+            base = None  # its rows may be pruned, or computed over lossy ones
+        saving = self._save_whole(begun, keep, ids, base, driver)
         future = asyncio.run_coroutine_threadsafe(saving, asyncio.get_running_loop())
         self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
@@ -237,11 +240,13 @@ class AnswerSaver:
         """Wait for what is kept in the background; in any thread but the loop's."""
         wait(tuple(self._waiting), _CLOSING_S)
 
-    async def _save_whole(self, begun: Begun, keep: Keep, ids: tuple[int, ...], driver: ControllerDriver) -> None:
+    async def _save_whole(
+        self, begun: Begun, keep: Keep, ids: tuple[int, ...], base: CatalogEntry | None, driver: ControllerDriver
+    ) -> None:
         try:
             async with self._turn:
                 cache = await self._computed(ids, driver)
-                await self._put(begun, keep, self._rows_of(begun, ids, cache, None), driver)
+                await self._put(begun, keep, self._rows_of(begun, ids, cache, base), driver)
         except asyncio.CancelledError:
             self.unsaved += 1
             _log.warning("a prompt was not saved: its loader ended before it was computed; ask with reuse exact")
@@ -272,9 +277,10 @@ class AnswerSaver:
         ends = begun.stop | self._engine.end_tokens
         return answer.tokens[:-1] if answer.tokens[-1] in ends else answer.tokens
 
-    def _rows_of(self, begun: Begun, ids: tuple[int, ...], cache: KVCache, level: int | None) -> Rows:
-        opening, base = self._engine.opening_tokens, begun.found.entry
-        shared = begun.wanted if base else 0
+    def _rows_of(
+        self, begun: Begun, ids: tuple[int, ...], cache: KVCache, base: CatalogEntry | None, level: int | None = None
+    ) -> Rows:
+        opening, shared = self._engine.opening_tokens, begun.wanted if base else 0
         return Rows(ids, cache, opening, level, base, shared, shared and shared + len(opening))
 
     async def _put(self, begun: Begun, keep: Keep, rows: Rows, driver: ControllerDriver) -> str:
