@@ -130,9 +130,6 @@ class CacheGenProfile:
         """
         check_model(self, meta, "CacheGen profile", "kvwire.fit_cachegen_profile")
 
-    def read_all(self) -> None:
-        """All is read."""
-
     @cached_property
     def data(self) -> bytes:
         """The profile as stored, see docs/format.md."""

@@ -57,14 +57,6 @@ class AnyProfile(Protocol):
     def digest(self) -> str:
         """SHA-256 of ``data``: the profile's name."""
 
-    def read_all(self) -> None:
-        """Fetch all that encoding needs and that is not read yet, so that damage shows; sections have digests.
-
-        Raises:
-            CorruptError: It is damaged.
-            StorageError: The store fails.
-        """
-
     def check_fits(self, meta: CacheMeta) -> None:
         """Compare with the layout of a cache.
 

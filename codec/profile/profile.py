@@ -132,7 +132,12 @@ class Profile:
         check_model(self, meta, "profile", "kvwire.fit_profile")
 
     def read_all(self) -> None:
-        """Fetch all rows and metrics that are not read yet."""
+        """Fetch what encoding needs and is not read yet, so that damage shows; all sections have digests.
+
+        Raises:
+            CorruptError: It is damaged.
+            StorageError: The store fails.
+        """
         for group in self.groups:
             _ = group.rows, group.metric
 

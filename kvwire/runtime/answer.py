@@ -206,7 +206,9 @@ def level_kl(info: BlobInfo, level: int | None) -> float | None:
 def unreached_floor(info: BlobInfo, floor: int, ceiling: int | None = None) -> str:
     """Describe that no level which loads choose from is as fine as a floor; empty where one is."""
     finest = len(fetched_levels(info)) - 1
-    if floor <= finest or (floor == ceiling and floor < len(info.levels)):  # its lossless level alone is asked for
+    if floor <= finest or info.levels[finest].lossless:
+        return ""
+    if floor == ceiling and floor < len(info.levels):  # its lossless level alone is asked for
         return ""
     more = "; --exact takes the lossless one" if len(info.levels) > finest + 1 else ""
     return f"no level is as fine as {floor}, the floor that was asked for: {finest} is its finest{more}"

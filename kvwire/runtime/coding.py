@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from kvwire.codec import CHUNK_TOKENS, DEFAULT_METHOD, Ladder, kind_of_method
+from kvwire.codec import CHUNK_TOKENS, DEFAULT_METHOD, Ladder, Profile, kind_of_method
 from kvwire.errors import ArgumentError
 from kvwire.reuse import PLAIN
 from kvwire.types.cache import plain_token_ids
@@ -31,7 +31,7 @@ EXTENTS: dict[Extent, int] = {"full": CALIBRATION_TOKENS, "quick": QUICK_TOKENS}
 
 def read_whole(profile: AnyProfile | None) -> AnyProfile | None:
     """A profile, with all that encoders need of it."""
-    if profile is not None:
+    if isinstance(profile, Profile):  # other kinds are read whole in any case
         profile.read_all()
     return profile
 

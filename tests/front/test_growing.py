@@ -93,8 +93,8 @@ def _error(ours, real):
     return sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
 
 
-def _ask(small, corpus, costs=COSTS, **settings):
-    loader = Loader(small.engine, corpus, costs=costs, settings=LoadSettings(quality_floor=4, **settings))
+def _ask(small, corpus, costs=COSTS, floor=4, **settings):
+    loader = Loader(small.engine, corpus, costs=costs, settings=LoadSettings(quality_floor=floor, **settings))
     return loader.ask(["chat"], small.engine.tokenize(QUESTION), deadline_s=20.0)
 
 
@@ -144,7 +144,7 @@ def test_parts_are_decoded_alike_by_any_method(small, ids, cache):
         grown = _grow(corpus, ids)
         info = grown.read_header(grown.find("chat"))
         assert info.token_ids == ids
-        answer = _ask(small, grown)
+        answer = _ask(small, grown, floor=min(4, len(info.levels) - 1))
         assert not troubles(answer.misses)
         assert {decision.action for decision in answer.decisions} == {"fetch"}
 
@@ -368,7 +368,7 @@ def _race(small, stores, ids):
     corpus = Corpus(small.engine, stores[0])
     assert corpus.text(corpus.find("chat")) == (*ids, 10 + winner, 7)
     loser = (winner + 1) % len(stores)
-    assert "append again" in str(done[loser])
+    assert "append or ask again" in str(done[loser])
     corpus.append("chat", (10 + loser, 7))
     assert corpus.read_header(corpus.find("chat")).token_ids == (*ids, 10 + winner, 7, 10 + loser, 7)
 
