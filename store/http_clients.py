@@ -102,7 +102,16 @@ class HttpAddress:
     redirects: bool = True
 
     def led_to(self, status: int, location: str | None, method: str = "GET") -> HttpAddress | None:
-        """Where an answer leads, the same for every client; None: nowhere else. Another server gets no credentials."""
+        """Follow a redirect, by the same rules for every client; another server gets no credentials.
+
+        Args:
+            status: The answer's.
+            location: Its ``Location``.
+            method: The request's.
+
+        Returns:
+            The address to ask instead; None: the answer redirects nowhere.
+        """
         url = _redirected(self.url, status, location, method) if self.redirects else None
         if url is None:
             return None
