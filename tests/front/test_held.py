@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections import Counter
 from contextlib import closing
 
@@ -19,6 +20,7 @@ from kvwire.store.schemes import open_store
 from kvwire.transport.testing import serving
 
 FEW, MANY = 8, 24
+SETTLED_S = 10.0
 
 
 @pytest.fixture(autouse=True)
@@ -27,12 +29,19 @@ def _collects_again():
     gc.enable()
 
 
-def held():
+def count_tensors():
+    return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+
+
+def held(at_most=0):
     """How many objects there are of kvwire's own classes, and of what may hold much, by class; tensors before gc.
 
-    Python collects garbage after hundreds of loads: no cycle may keep a load's caches until then.
+    Python collects garbage after hundreds of loads: no cycle may keep a load's caches until then. A thread that has
+    just ended its work still holds the last load's for a moment: wait until there are no more tensors than at_most.
     """
-    tensors = sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+    deadline = time.monotonic() + SETTLED_S
+    while (tensors := count_tensors()) > at_most and time.monotonic() < deadline:
+        time.sleep(0.05)
     gc.collect()
     kinds = [type(each) for each in gc.get_objects()]
     names = [kind.__qualname__ for kind in kinds if str(kind.__module__).startswith("kvwire.")]
@@ -57,8 +66,8 @@ def test_ever_new_questions_leave_nothing(small, tmp_path, monkeypatch, way):
         with Loader(small.engine, corpus, costs=small.costs, memory=EstimatesFile(None)) as loader:
             for number in range(FEW + MANY):
                 if number == FEW:
-                    before = held()
+                    before = held(count_tensors())
                     gc.disable()
                 asked[way](loader, number, range(20 + 41 * number, 60 + 41 * number))
-            more = held() - before
+            more = held(before["tensors"]) - before
     assert not {kind: count for kind, count in more.items() if count >= MANY // 2}
