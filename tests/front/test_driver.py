@@ -574,7 +574,10 @@ def test_what_a_load_measured_is_remembered(small, question, tmp_path, monkeypat
     link = parse_link("8mbit,1ms")
     monkeypatch.setattr("kvwire.runtime.runner.measure_costs", lambda *_: small.costs)
     loader = Loader(small.engine, corpus, link=link, memory=memory, settings=LoadSettings(policy=Fixed(4)))
-    loader.ask(tuple(small.tokens), question, deadline_s=2.0)
+    for _ in range(20):
+        loader.ask(tuple(small.tokens), question, deadline_s=2.0)
+        if loader.estimates.bandwidth.value != LoadSettings().bandwidth_prior:
+            break  # on a machine so busy that the loop was late throughout, a load measures no link
     loader._runner.writing.result(10)
     loader._runner.remember()  # what came after the answer, too
     loader._runner.writing.result(10)

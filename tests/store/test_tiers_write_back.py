@@ -592,14 +592,15 @@ def test_what_was_acknowledged_survives_a_kill_and_entries_never_lead_nowhere(tm
             )
             stack.callback(victim.kill)
             assert victim.stdout.readline() == b"running\n"
-            threading.Event().wait(rng.uniform(0, 0.06))  # a random moment is the point
+            out = b"".join(victim.stdout.readline() for _ in range(rng.randint(1, 8)))
+            threading.Event().wait(rng.uniform(0, 0.01))  # a random moment is the point
             victim.kill()
-            out, _ = victim.communicate()
+            out += victim.communicate()[0]
             acknowledged += [int(line) for line in out.splitlines(keepends=True) if line.endswith(b"\n")]
             assert_entries_lead_somewhere(remote)
     assert len(acknowledged) > kills
     with closing(open_tiers(remote, folder=tmp_path / "cache", folder_bytes=MIB, write_back=True)) as tiers:
-        tiers.flush(60)
+        tiers.flush(300)
         assert tiers.counters().uploads.damaged == 0
     for number in acknowledged:
         key, data = samples.blob(number, 5000)
