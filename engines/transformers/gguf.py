@@ -93,7 +93,7 @@ def _convert(file: Path, folder: Path) -> None:
         del model.config.quantization_config  # describes the file, not the saved weights
     with torch.device("meta"):
         plain = type(model)(model.config)
-    plain.load_state_dict({name: each.to(torch.bfloat16) for name, each in model.state_dict().items()}, assign=True)
+    plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
     plain.config.dtype = torch.bfloat16
     with silent():
@@ -102,7 +102,7 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def _read(file: Path) -> tuple[Any, Any]:
-    """The model and the tokenizer of a file, in float32, which is exact."""
+    """The model and the tokenizer of a file; each tensor is rounded as it is read, so that memory holds it once."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -110,7 +110,7 @@ def _read(file: Path) -> tuple[Any, Any]:
     try:
         with silent():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                file.parent, dtype=torch.float32, output_loading_info=True, **options
+                file.parent, dtype=torch.bfloat16, output_loading_info=True, **options
             )
             tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
     except ImportError as error:

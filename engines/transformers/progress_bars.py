@@ -28,9 +28,14 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """The same for bars without a switch, such as GGUF conversion's."""
-    if sys.stderr.isatty():
-        yield
-        return
-    with quiet(), redirect_stderr(io.StringIO()):
-        yield
+    """The same for bars without a switch, such as GGUF conversion's; without warnings, on a terminal too."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        if sys.stderr.isatty():
+            yield
+            return
+        with quiet(), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.set_verbosity(before)
