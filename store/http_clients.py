@@ -101,7 +101,7 @@ class HttpAddress:
     proxy: Proxy | None = None
     redirects: bool = True
 
-    def led_to(self, status: int, location: str | None, method: str = "GET") -> HttpAddress | None:
+    def redirected(self, status: int, location: str | None, method: str = "GET") -> HttpAddress | None:
         """Follow a redirect, by the same rules for every client; another server gets no credentials.
 
         Args:

@@ -214,7 +214,7 @@ class HttpSource(ByteSource):
             way |= {"proxy": address.proxy.url, "proxy_headers": address.proxy.headers if is_secure else None}
         try:
             async with self._session.get(target.url, headers=headers, allow_redirects=False, **way) as response:
-                if further := address.led_to(response.status, response.headers.get(LOCATION)):
+                if further := address.redirected(response.status, response.headers.get(LOCATION)):
                     return _Target.of(further), response.status in PERMANENT
                 await self._take(response, start, end, sink)
         except KvwireError:

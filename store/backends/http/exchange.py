@@ -119,7 +119,7 @@ class HttpExchange:
         address = replace(self.address, url=self._origin + target)
         for _ in range(MAX_REDIRECTS + 1):
             reply = self._ask(method, address, headers, data, limit, give_up_at)
-            further = address.led_to(reply.status, reply.fields.get("Location"), method)
+            further = address.redirected(reply.status, reply.fields.get("Location"), method)
             if further is None:
                 return reply
             address = further
