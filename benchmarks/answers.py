@@ -1,7 +1,7 @@
 """Answers that a real model gives over linked documents: exact match, F1, KL divergence, and the same greedy text.
 
     python benchmarks/answers.py --model FOLDER
-    python benchmarks/answers.py --model FOLDER --questions 0      # times the first tokens anew beside saved answers
+    python benchmarks/answers.py --model FOLDER --questions 0      # times the first tokens alone, beside saved answers
     python benchmarks/answers.py --model FOLDER --timed 0          # asks anew beside saved times
 
 Each prompt is a question in the model's chat template behind four or five passages of other questions (NaturalQuestions
@@ -370,11 +370,12 @@ def main() -> None:
             print(number + 1, told, flush=True)
     if found:
         results["questions"], results["answers"] = len(found), summed(found)
-    show(results)
     settings = {"seed": args.seed, "share": args.share, "selector": args.selector, "answer_tokens": ANSWER_TOKENS,
                 "seconds": time.perf_counter() - began}  # fmt: skip
     write_json(args.out, "answers", settings, results)
-    draw(results, args.out.with_suffix(".png"))
+    if "answers" in results:
+        show(results)
+        draw(results, args.out.with_suffix(".png"))
 
 
 def show(results: dict[str, Any]) -> None:
