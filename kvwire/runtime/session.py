@@ -173,7 +173,7 @@ class Session:
                 raise
             except KvwireError as error:
                 failed += 1
-                if failed > settings.retries or (silence_s is not None and isinstance(error, StalledError)):
+                if settings.is_over(failed, error) or (silence_s is not None and isinstance(error, StalledError)):
                     raise
                 await asyncio.sleep(settings.backoff(failed, random.random(), error))  # noqa: S311 - only a pause
             finally:
