@@ -357,11 +357,8 @@ def _kl(info: BlobInfo) -> tuple[float, ...]:
 
 def _read_plan(path: Path) -> dict[str, Any]:
     """Of a printed plan ``estimates``, which are checked later, and ``compute`` unless estimates stand alone."""
-    content = read_file(path, "name what kvwire plan --json printed", _MOST_BYTES)
-    try:
-        state = json_object(content, str(path), _MOST_BYTES)
-    except CorruptError as error:
-        raise CorruptError(f"{error}; name what kvwire plan --json printed") from error
+    advice = "name what kvwire plan --json printed"
+    state = json_object(read_file(path, advice, _MOST_BYTES), str(path), _MOST_BYTES, advice)
     compute = None
     if isinstance(state.get("estimates"), dict):
         state, compute = state["estimates"], state.get("compute")

@@ -309,6 +309,9 @@ class DocumentOpener:
                 return await self.open(newer) if newer.tokens == found.tokens else None
             ids = opened.token_ids or _ids_of(opened, entry) or await self._stored_text(found, entry)
             if ids is None:
+                if isinstance(error, UNREADABLE):
+                    lost = f"{found.document_id!r} and its text cannot be read: give the text (--texts), or encode it again"
+                    raise type(error)(f"{lost} ({error})") from error
                 raise
             return replace(opened, token_ids=ids).without_blob(str(error))
         if found.text is not None and header.token_ids not in (None, found.text):
