@@ -310,8 +310,8 @@ class DocumentOpener:
             ids = opened.token_ids or _ids_of(opened, entry) or await self._stored_text(found, entry)
             if ids is None:
                 if isinstance(error, UNREADABLE):
-                    lost = f"{found.document_id!r} and its text cannot be read: give the text (--texts), or encode it again"
-                    raise type(error)(f"{lost} ({error})") from error
+                    name, advice = found.document_id, "give the text (--texts), or encode it again"
+                    raise type(error)(f"{name!r} and its text cannot be read: {advice} ({error})") from error
                 raise
             return replace(opened, token_ids=ids).without_blob(str(error))
         if found.text is not None and header.token_ids not in (None, found.text):
