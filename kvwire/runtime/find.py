@@ -309,7 +309,7 @@ class DocumentOpener:
                 return await self.open(newer) if newer.tokens == found.tokens else None
             ids = opened.token_ids or _ids_of(opened, entry) or await self._stored_text(found, entry)
             if ids is None:
-                if isinstance(error, UNREADABLE):
+                if isinstance(error, NotFoundError | CorruptError):
                     name, advice = found.document_id, "give the text (--texts), or encode it again"
                     raise type(error)(f"{name!r} and its text cannot be read: {advice} ({error})") from error
                 raise
