@@ -61,21 +61,23 @@ async def gather_optional(
         done = [task for task in tasks if task.done()]
         return result, [task.result() for task in done if not (task.cancelled() or task.exception())]
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _end(tasks)
 
 
 async def all_of(works: Sequence[Coroutine[None, None, T]]) -> list[T]:
     """Results of concurrent work; the first error stops the others and is raised unchanged."""
+    tasks = [asyncio.create_task(work) for work in works]
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
-    except ExceptionGroup as errors:
-        first = errors.exceptions[0]
-    else:
-        return [task.result() for task in tasks]
-    raise first
+        return await asyncio.gather(*tasks)
+    finally:
+        await _end(tasks)
+        del tasks  # with an error, whose traceback has this frame, they would be a cycle
+
+
+async def _end(tasks: Sequence[asyncio.Task[T]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class DocumentFinder:
