@@ -43,17 +43,18 @@ def strict_json(data: bytes | str, what: str = "") -> Any:  # noqa: ANN401 - JSO
     raise ArgumentError(f"{what} is {msg}" if what else msg)
 
 
-def json_object(data: bytes | str, what: str, most: int) -> dict[str, Any]:
-    """Parse one JSON object as ``strict_json`` does."""
+def json_object(data: bytes | str, what: str, most: int, advice: str) -> dict[str, Any]:
+    """Parse one JSON object as ``strict_json`` does; CorruptError gives the problem and the advice."""
     if len(data) > most:
-        msg = f"{what} is longer than {most} bytes"
+        msg = f"{what} is longer than {most} bytes: {advice}"
         raise CorruptError(msg)
     try:
         value = strict_json(data, what)
     except ArgumentError as error:
-        raise CorruptError(str(error)) from error
+        msg = f"{error}; {advice}"
+        raise CorruptError(msg) from error
     if not isinstance(value, dict):
-        msg = f"{what} must be a JSON object, got {type(value).__name__}"
+        msg = f"{what} must be a JSON object, got {type(value).__name__}: {advice}"
         raise CorruptError(msg)
     return value
 
@@ -71,10 +72,7 @@ def record(fields: object, kind: type[T], what: str, advice: str) -> T:
 
 def stored_record(data: bytes | str, kind: type[T], what: str, advice: str, versions: Sequence[int] = ()) -> T:
     """Read a stored record, of one of these versions if it has any; CorruptError gives the problem and the advice."""
-    try:
-        fields = json_object(data, what, _MOST_BYTES)
-    except CorruptError as error:
-        raise CorruptError(f"{error}; {advice}") from error
+    fields = json_object(data, what, _MOST_BYTES, advice)
     if versions and fields.pop("version", None) not in versions:
         raise CorruptError(f"{what} is of another version: {advice}")
     return record(fields, kind, what, advice)

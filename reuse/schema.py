@@ -15,6 +15,7 @@ import torch
 from kvwire.errors import ArgumentError
 from kvwire.reuse.assemble import LinkedPrompt
 from kvwire.types import KVCache
+from kvwire.types.cache import plain_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -31,12 +32,14 @@ class Parameter:
         at: The slot's first token, counted from the module's first; None: located by ``text``.
         tokens: Length of the slot.
         text: The slot's text in the module, used to locate it.
+        held: The module's token ids in the slot, if it was located by ``text``.
     """
 
     name: str
     at: int | None = None
     tokens: int = 0
     text: str = ""
+    held: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Fill:
         at: The slot's first token, counted from the document's first.
         tokens: Length of the slot.
         token_ids: The argument; if shorter, the rest of the slot is masked.
+        held: The document's token ids in the slot, if it was located by its text.
     """
 
     name: str
@@ -93,6 +97,7 @@ class Fill:
     at: int
     tokens: int
     token_ids: tuple[int, ...]
+    held: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,8 @@ class Schema:
             start = end if part.start is None else part.start
             for module in _members(part):
                 _check_module(module)
+                if module is not part and module.start is not None:
+                    raise ArgumentError(f"module {module.name!r} starts where its union does: give the union its start")
                 if module.name in starts or start < end:
                     wrong = "is named twice" if module.name in starts else f"starts before {end}, inside another one"
                     raise ArgumentError(f"module {module.name!r} {wrong}; each needs a name and a place of its own")
@@ -235,9 +242,12 @@ class Schema:
             options = [f"{module.name}.{each.name}" for module in taken for each in module.parameters]
             msg = f"the modules taken have no parameter {name!r}; they have {', '.join(options) or 'none'}"
             raise ArgumentError(msg)
-        if len(ids) > slot.tokens:
-            raise ArgumentError(f"the argument of {name} has {len(ids)} tokens, its slot {slot.tokens}; shorten it")
-        return Fill(name, names.index(owner), slot.at, slot.tokens, tuple(ids))
+        taken_ids = plain_token_ids(ids)
+        if len(taken_ids) > slot.tokens:
+            raise ArgumentError(
+                f"the argument of {name} has {len(taken_ids)} tokens, its slot {slot.tokens}; shorten it"
+            )
+        return Fill(name, names.index(owner), slot.at, slot.tokens, taken_ids, slot.held)
 
 
 def place_modules(caches: Sequence[KVCache], prompt: SchemaPrompt) -> LinkedPrompt:

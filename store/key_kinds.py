@@ -285,6 +285,10 @@ def _report_names(key: str, data: bytes) -> list[ObjectRef]:
     return [ObjectRef(space_of(key).shift(digest), "link shift", is_needed=False)] if digest else []
 
 
+def _edit_report(data: bytes) -> dict[str, Any]:
+    return parse_object(data, "the report on edits", "run kvwire check-model --edits again")
+
+
 def _kept_names(key: str, data: bytes) -> list[ObjectRef]:
     space, kept = space_of(key), KeptRepair.from_json(data)
     rows = [ObjectRef(space.kept_rows(part.sha256), "kept rows", part.size) for part in kept.parts if part.count]
@@ -364,13 +368,13 @@ KINDS: tuple[KeyKind, ...] = (
            accept=lambda _, data: ProfilePointer.from_json(bytes(data)),
            names=lambda key, data: _profile(space_of(key), ProfilePointer.from_json(data).profile_digest),
            is_verified=False,  # without it, a new profile is fitted
-           advice="set the current profile again"),
+           advice="kvwire store rebuild writes it again"),
     _entry("link report", r"links\.json", lambda s: s.link_report,
            accept=lambda key, data: _report_names(key, bytes(data)), names=_report_names,
            is_verified=False,  # without it, links count as not measured
            **_MEASURE),
     _entry("edit report", r"edits\.json", lambda s: s.edit_report,
-           accept=lambda _, data: parse_object(bytes(data)), names=lambda _, data: [*parse_object(data)][:0],
+           accept=lambda _, data: _edit_report(bytes(data)), names=lambda _, data: [*_edit_report(data)][:0],
            is_verified=False,  # without it, edits count as not measured
            advice="run kvwire check-model --edits again"),
     _entry("kept repair", "kept/" + _FOLDED, lambda s: s.kept_repairs, KeySpace.kept_repair,

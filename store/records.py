@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias
 from msgspec import Meta, Struct, to_builtins
 from msgspec.structs import asdict
 
-from kvwire._json import Sha256, Sha256OrEmpty, check_version, json_object, record, strict_json
+from kvwire._json import Sha256, Sha256OrEmpty, check_version, json_object, record
 from kvwire.errors import ArgumentError, CorruptError
 from kvwire.store.keys import MAX_NAME_CHARS, check_key
 
@@ -173,17 +173,17 @@ class Record(Struct, frozen=True):
             CorruptError: A field is missing or impossible.
             FormatVersionError: A later version wrote it.
         """
-        return record(versioned(data, cls.what), cls, cls.what, cls.advice)
+        return record(versioned(data, cls.what, cls.advice), cls, cls.what, cls.advice)
 
 
-def versioned(data: bytes, what: str) -> dict[str, Any]:
+def versioned(data: bytes, what: str, advice: str) -> dict[str, Any]:
     """The fields of a record; FormatVersionError where a later version wrote it."""
-    return check_version(json_object(data, what, MAX_ENTRY_BYTES), VERSION, what)
+    return check_version(json_object(data, what, MAX_ENTRY_BYTES, advice), VERSION, what)
 
 
-def parse_object(data: bytes) -> dict[str, Any]:
+def parse_object(data: bytes, what: str = _WHAT, advice: str = _ADVICE) -> dict[str, Any]:
     """Parse the JSON object of a catalog key."""
-    return json_object(data, _WHAT, MAX_ENTRY_BYTES)
+    return json_object(data, what, MAX_ENTRY_BYTES, advice)
 
 
 def _problems(entry: CatalogEntry) -> Iterator[str]:
@@ -257,7 +257,8 @@ class ProfilePointer(Struct):
     @classmethod
     def from_json(cls, data: bytes) -> ProfilePointer:
         """Parse it; CorruptError where it is none."""
-        return record(parse_object(data), cls, "the catalog's pointer to the profile", "set the current profile again")
+        told = "the catalog's pointer to the profile", "kvwire store rebuild writes it again"
+        return record(parse_object(data, *told), cls, *told)
 
 
 class LinkReportShift(Struct):
@@ -268,7 +269,8 @@ class LinkReportShift(Struct):
     @classmethod
     def from_json(cls, data: bytes) -> LinkReportShift:
         """Parse it; CorruptError where it is none."""
-        return record(strict_json(data), cls, "the report on links", "run kvwire check-model again")
+        told = "the report on links", "run kvwire check-model again"
+        return record(parse_object(data, *told), cls, *told)
 
 
 class Announcement(Struct):
@@ -279,7 +281,8 @@ class Announcement(Struct):
     @classmethod
     def from_json(cls, data: bytes) -> Announcement:
         """Parse it; CorruptError where it is none."""
-        return record(parse_object(data), cls, "an announcement", "it names no objects: collect again")
+        told = "an announcement", "it names no objects: collect again"
+        return record(parse_object(data, *told), cls, *told)
 
 
 class _Stored(Struct):
@@ -336,7 +339,7 @@ class ModelRecord:
         """
         from kvwire.codec.format.metadata_json import meta_from_json
 
-        stored = record(versioned(data, _MODEL), _Stored, _MODEL, _MODEL_ADVICE)
+        stored = record(versioned(data, _MODEL, _MODEL_ADVICE), _Stored, _MODEL, _MODEL_ADVICE)
         meta = replace(meta_from_json(stored.meta), positions="on")
         if meta.config_digest() != stored.config_digest:
             raise CorruptError(f"{_MODEL} contradicts itself: {_MODEL_ADVICE}")

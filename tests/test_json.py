@@ -32,8 +32,8 @@ def test_what_is_no_strict_json_is_refused_and_not_quoted(data):
     with pytest.raises(ArgumentError, match="the schema is not valid JSON") as found:
         strict_json(data, "the schema")
     assert "hunter2" not in str(found.value)
-    with pytest.raises(CorruptError, match="a list is not valid JSON"):
-        json_object(data, "a list", 1 << 20)
+    with pytest.raises(CorruptError, match=r"a list is not valid JSON.*; write it again"):
+        json_object(data, "a list", 1 << 20, "write it again")
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists))
@@ -42,11 +42,11 @@ def test_what_json_writes_is_read(value):
 
 
 def test_an_object_is_asked_for():
-    assert json_object(b'{"a": 1}', "it", 8) == {"a": 1}
-    with pytest.raises(CorruptError, match="longer than 7 bytes"):
-        json_object(b'{"a": 1}', "it", 7)
-    with pytest.raises(CorruptError, match="a JSON object, got list"):
-        json_object(b"[]", "it", 8)
+    assert json_object(b'{"a": 1}', "it", 8, "") == {"a": 1}
+    with pytest.raises(CorruptError, match="longer than 7 bytes: write"):
+        json_object(b'{"a": 1}', "it", 7, "write it again")
+    with pytest.raises(CorruptError, match="a JSON object, got list: write"):
+        json_object(b"[]", "it", 8, "write it again")
 
 
 @pytest.mark.parametrize(("kind", "fits"), [(int, False), (bool, True), (str, False)])

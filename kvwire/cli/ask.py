@@ -243,8 +243,9 @@ def _answer(names: list[str], place: StoreOptions, options: AskOptions, stack: E
     if options.prefetch:
         stack.push(partial(_prefetch, corpus, options))
     others = [Corpus(engine, opened, **(place.whose() | {"tenant": tenant})) for tenant in options.variants]
-    schema = _schema_prompt(corpus, engine, names, options) if options.schema else None
-    known = _texts(engine, options.texts, schema.documents if schema else names) if options.texts else {}
+    schema, known = (
+        _schema_prompt(corpus, engine, names, options) if options.schema else (None, _texts(engine, options, names))
+    )
     loader = Loader(engine, corpus, variants=others, link=emulated, settings=settings)
     stack.push(partial(_check_saved, loader))
     stack.enter_context(loader)
@@ -261,15 +262,20 @@ def _answer(names: list[str], place: StoreOptions, options: AskOptions, stack: E
     return (list(schema.names) if schema else names), answer
 
 
-def _texts(engine: Engine, folder: str, names: Sequence[str]) -> dict[str, list[int]]:
-    """Token ids of the documents' texts in a folder."""
+def _texts(engine: Engine, options: AskOptions, names: Sequence[str]) -> dict[str, list[int]]:
+    """Token ids of the documents' texts in the folder of ``--texts``; empty without one."""
+    if not options.texts:
+        return {}
     from kvwire.runtime.text_files import read_texts, token_ids
 
-    return {name: token_ids(engine.tokenize, engine.window, text) for name, text in read_texts([folder], names).items()}
+    found = read_texts([options.texts], names)
+    return {name: token_ids(engine.tokenize, engine.window, text) for name, text in found.items()}
 
 
-def _schema_prompt(corpus: Corpus, engine: Engine, names: list[str], options: AskOptions) -> SchemaPrompt:
-    """What ``--docs`` and ``--argument`` take of the schema."""
+def _schema_prompt(
+    corpus: Corpus, engine: Engine, names: list[str], options: AskOptions
+) -> tuple[SchemaPrompt, dict[str, list[int]]]:
+    """What ``--docs`` and ``--argument`` take of the schema, and the texts of its documents."""
     from kvwire.reuse import read_schema
     from kvwire.runtime.schemas import sized
 
@@ -281,7 +287,9 @@ def _schema_prompt(corpus: Corpus, engine: Engine, names: list[str], options: As
             raise ArgumentError(f"--argument is MODULE.PARAMETER=TEXT, got {given!r}")
         arguments[name] = engine.tokenize(text) if text else []
     detokenize = engine.detokenize if engine.has_tokenizer else None
-    return sized(read_schema(data), corpus, detokenize).prompt(names, arguments)
+    schema = read_schema(data)
+    texts = _texts(engine, options, [module.document_id for module in schema.modules])
+    return sized(schema, corpus, detokenize, texts).prompt(names, arguments), texts
 
 
 def _check_prompt(options: AskOptions) -> None:

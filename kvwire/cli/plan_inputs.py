@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -190,22 +191,37 @@ class Sources:
         if options.context is not None:
             return self._made_up(options.context)
         headers = [self._header(name) for name in options.names]
+        notes = self._notes(headers)
+        headers = [self._usable(header) for header in headers]
         inputs = tuple(_input(header, exact=options.exact, max_kl=options.kl_bound) for header in headers)
-        return Prompt(options.names, inputs, self._details(headers), notes=self._notes(headers))
+        return Prompt(options.names, inputs, self._details(headers), notes=notes)
 
     def _notes(self, headers: list[BlobInfo | int]) -> tuple[str, ...]:
-        """Of documents whose floor lets in more than the greatest KL divergence that is wanted."""
+        """Of documents that are not as good as is wanted: exact, or within the greatest KL divergence."""
         from kvwire.runtime.answer import floor_trouble
 
         options = self._options
-        if options.max_kl is None or options.exact:
-            return ()
-        told = (
-            (name, floor_trouble(header, options.max_kl, options.floor))
-            for name, header in zip(options.names, headers, strict=True)
-            if not isinstance(header, int)
-        )
-        return tuple(f"{name}: {trouble}" for name, trouble in told if trouble)
+        told = [
+            (name, header) for name, header in zip(options.names, headers, strict=True) if not isinstance(header, int)
+        ]
+        if options.exact:
+            troubles = [(name, self._exact_trouble(header)) for name, header in told]
+        else:
+            most = inf if options.max_kl is None else options.max_kl
+            troubles = [(name, floor_trouble(header, most, options.floor)) for name, header in told]
+        return tuple(f"{name}: {trouble}" for name, trouble in troubles if trouble)
+
+    def _usable(self, header: BlobInfo | int) -> BlobInfo | int:
+        """What a load uses: the text instead of a blob that is not exact enough."""
+        return header if isinstance(header, int) or not self._exact_trouble(header) else header.tokens
+
+    def _exact_trouble(self, header: BlobInfo) -> str:
+        """Why ``--exact`` cannot use a blob, whatever its levels; empty where it can."""
+        from kvwire.runtime.document import dtype_trouble
+
+        if not self._options.exact or self._corpus is None:
+            return ""
+        return dtype_trouble(header.meta.dtype, self._corpus.meta.dtype)
 
     def _made_up(self, context: str) -> Prompt:
         """Documents of equal lengths with sizes as measured."""
@@ -357,11 +373,8 @@ def _kl(info: BlobInfo) -> tuple[float, ...]:
 
 def _read_plan(path: Path) -> dict[str, Any]:
     """Of a printed plan ``estimates``, which are checked later, and ``compute`` unless estimates stand alone."""
-    content = read_file(path, "name what kvwire plan --json printed", _MOST_BYTES)
-    try:
-        state = json_object(content, str(path), _MOST_BYTES)
-    except CorruptError as error:
-        raise CorruptError(f"{error}; name what kvwire plan --json printed") from error
+    advice = "name what kvwire plan --json printed"
+    state = json_object(read_file(path, advice, _MOST_BYTES), str(path), _MOST_BYTES, advice)
     compute = None
     if isinstance(state.get("estimates"), dict):
         state, compute = state["estimates"], state.get("compute")

@@ -366,6 +366,8 @@ class CorpusReader:
             )
             if self.catalog.store.url.startswith("http"):
                 msg += ". A web server shows only what was encoded into file:///its/folder?catalog=files"
+            if self.catalog.store.url.startswith("s3:"):
+                msg += ", and that the bucket is there"
             raise NotFoundError(msg)
         return entry
 

@@ -133,10 +133,9 @@ class OpenDocument:
 
     def as_exact_as(self, dtype: str) -> OpenDocument:
         """A copy with the text, if known, instead of a blob whose numbers cannot be those that an engine computes."""
-        held = self.info.meta.dtype if self.info else dtype
-        if held == dtype:
+        trouble = dtype_trouble(self.info.meta.dtype, dtype) if self.info else ""
+        if not trouble:
             return self
-        trouble = f"its numbers are {held}, this engine computes {dtype}: encode it with --dtype {dtype} --lossless"
         if self.token_ids is None:
             return replace(self, trouble=trouble)
         return replace(self, prefix_layers=0).without_blob(trouble)
@@ -308,6 +307,13 @@ def opening_troubles(engine: Engine, document: OpenDocument, opening: Sequence[i
     if ids and opening and begins_with(ids, engine.opening_tokens):
         told.append(f"{document.document_id!r} {TWICE}")
     return told
+
+
+def dtype_trouble(held: str, dtype: str) -> str:
+    """Say why numbers of one dtype cannot be those that an engine of another computes; empty where it is the same."""
+    if held == dtype:
+        return ""
+    return f"its numbers are {held}, this engine computes {dtype}: encode it with --dtype {dtype} --lossless"
 
 
 def in_words(error: Exception) -> str:

@@ -61,21 +61,23 @@ async def gather_optional(
         done = [task for task in tasks if task.done()]
         return result, [task.result() for task in done if not (task.cancelled() or task.exception())]
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _end(tasks)
 
 
 async def all_of(works: Sequence[Coroutine[None, None, T]]) -> list[T]:
     """Results of concurrent work; the first error stops the others and is raised unchanged."""
+    tasks = [asyncio.create_task(work) for work in works]
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
-    except ExceptionGroup as errors:
-        first = errors.exceptions[0]
-    else:
-        return [task.result() for task in tasks]
-    raise first
+        return await asyncio.gather(*tasks)
+    finally:
+        await _end(tasks)
+        del tasks  # with an error, whose traceback has this frame, they would be a cycle
+
+
+async def _end(tasks: Sequence[asyncio.Task[T]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class DocumentFinder:
@@ -309,6 +311,9 @@ class DocumentOpener:
                 return await self.open(newer) if newer.tokens == found.tokens else None
             ids = opened.token_ids or _ids_of(opened, entry) or await self._stored_text(found, entry)
             if ids is None:
+                if isinstance(error, NotFoundError | CorruptError):
+                    name, advice = found.document_id, "give the text (--texts), or encode it again"
+                    raise type(error)(f"{name!r} and its text cannot be read: {advice} ({error})") from error
                 raise
             return replace(opened, token_ids=ids).without_blob(str(error))
         if found.text is not None and header.token_ids not in (None, found.text):

@@ -119,7 +119,15 @@ class SchemaLayout:
         return replace(UNREPAIRED, report=plan.report, refuses=plan.refuses)
 
     def check(self, document: OpenDocument) -> OpenDocument:
-        """Any document fits."""
+        """Refuse a document in which a slot that was located by its text is not where it was."""
+        ids = document.token_ids
+        for fill in self._modules.fills:
+            is_its = bool(fill.held) and self._modules.documents[fill.document] == document.document_id
+            if is_its and ids is not None and tuple(ids[fill.at : fill.at + fill.tokens]) != fill.held:
+                raise ArgumentError(
+                    f"{document.document_id!r} is another text than the one in which {fill.name} was located; "
+                    "locate the schema's slots again (sized)"
+                )
         return self._plain.check(document)
 
     def compute(self, prompt: LinkedPrompt, place: Placement, done: int, stop: int | None = None) -> int:
@@ -228,8 +236,9 @@ def laid_out(
     """The prompt's layout, with the question and the texts in its tokens."""
     layout = settings.layout
     if schema is not None:
-        if settings.first_tokens:
-            raise ArgumentError("modules of a schema are loaded whole: leave first_tokens out")
+        if settings.first_tokens or settings.layout or settings.system:
+            msg = "modules of a schema are loaded whole, where it has them: leave out first_tokens, layout and system"
+            raise ArgumentError(msg)
         return SchemaLayout(engine, schema), asked.question, texts
     if layout is not None:
         from kvwire.reuse import PLAIN, stored_tokens  # few loads need these

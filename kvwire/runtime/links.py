@@ -167,7 +167,11 @@ class LinkPlanner:
         """The plan; the model's report is read with the first load, while the catalog is asked."""
         if self._plan is None:
             try:
-                self._plan = await self._session.look_up(self._read_plan, limit_s)
+                report, profile = await asyncio.gather(
+                    self._session.look_up(self._view().link_report, limit_s),
+                    self._session.look_up(self._read_profile, limit_s),
+                )
+                self._plan = _plan_of(self._settings, report, profile, len(self._engine.meta.layers))
             except KvwireError as error:  # the next load tries again
                 trouble = f"the report on links was not read, so this load goes without it: {error}"
                 return replace(_plan_of(self._settings, None, None, 0), trouble=trouble)
@@ -175,12 +179,10 @@ class LinkPlanner:
             return self._plan
         return replace(self._plan, trouble=_UNABLE, is_able=False)
 
-    def _read_plan(self) -> LinkPlan:
-        view, profile = self._view(), None
-        report = view.link_report()
+    def _read_profile(self) -> AnyProfile | None:
         with suppress(KvwireError):
-            profile = view.profile(level=self._level)
-        return _plan_of(self._settings, report, profile, len(self._engine.meta.layers))
+            return self._view().profile(level=self._level)
+        return None
 
     def _view(self) -> Corpus:
         return self._corpus.over(self._session.view(self._corpus.catalog.store, over_link=False))

@@ -9,42 +9,66 @@ from typing import TYPE_CHECKING
 from kvwire.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvwire.reuse import Module, Parameter, Schema
     from kvwire.runtime.corpus import Corpus
 
 
-def sized(schema: Schema, corpus: Corpus, detokenize: Callable[[Sequence[int]], str] | None = None) -> Schema:
-    """Fill in what a schema leaves open: lengths of modules, and slots given by their text."""
-    return schema.with_modules({module.name: _sized(module, corpus, detokenize) for module in schema.modules})
+def sized(
+    schema: Schema,
+    corpus: Corpus,
+    detokenize: Callable[[Sequence[int]], str] | None = None,
+    texts: Mapping[str, Sequence[int]] | None = None,
+) -> Schema:
+    """Fill in what a schema leaves open: lengths of modules, and slots given by their text.
+
+    texts: token ids of documents, which a load takes instead of the corpus's where they differ.
+    """
+    return schema.with_modules(
+        {
+            module.name: _sized(module, corpus, detokenize, (texts or {}).get(module.document_id))
+            for module in schema.modules
+        }
+    )
 
 
-def _sized(module: Module, corpus: Corpus, detokenize: Callable[[Sequence[int]], str] | None) -> Module:
+def _sized(
+    module: Module, corpus: Corpus, detokenize: Callable[[Sequence[int]], str] | None, ids: Sequence[int] | None
+) -> Module:
     missing = [slot for slot in module.parameters if slot.at is None]
     if module.tokens and not missing:
         return module
-    entry = corpus.find(module.document_id)
+    entry = corpus.find(module.document_id) if ids is None else None
     found = module.parameters
     if missing:
         if detokenize is None:
             msg = f"slots of module {module.name!r} are named by text: give detokenize, or their tokens by number"
             raise ArgumentError(msg)
-        ids = corpus.text(entry)
-        found = tuple(_located(slot, module, ids, detokenize) if slot in missing else slot for slot in found)
-    return replace(module, tokens=module.tokens or entry.tokens, parameters=found)
+        text = corpus.text(entry) if entry else ids or ()
+        found = tuple(_located(slot, module, text, detokenize) if slot in missing else slot for slot in found)
+    return replace(module, tokens=module.tokens or (entry.tokens if entry else len(ids or ())), parameters=found)
 
 
 def _located(
     slot: Parameter, module: Module, ids: Sequence[int], detokenize: Callable[[Sequence[int]], str]
 ) -> Parameter:
-    """Find the slot's tokens: the fewest whose text holds the slot's."""
+    """Find the slot's tokens: the fewest whole characters whose text holds the slot's."""
     whole = detokenize(ids)
-    if whole.count(slot.text) != 1:
-        msg = f"the text of slot {module.name}.{slot.name} is {whole.count(slot.text)} times in its document; not once"
-        raise ArgumentError(msg)
-    before = whole.index(slot.text)
-    counts = range(len(ids) + 1)
-    first = bisect_right(counts, before, key=lambda count: len(detokenize(ids[:count]))) - 1
-    last = bisect_left(counts, before + len(slot.text), key=lambda count: len(detokenize(ids[:count])))
-    return replace(slot, at=first, tokens=last - first)
+    times = sum(whole.startswith(slot.text, at) for at in range(len(whole)))
+    if times != 1:
+        raise ArgumentError(f"the text of slot {module.name}.{slot.name} is {times} times in its document; not once")
+
+    def completed(count: int) -> int:
+        """As many tokens, and those that complete a character: its first ones give replacement characters."""
+        while not whole.startswith(detokenize(ids[:count])):
+            count += 1
+        return count
+
+    def characters(count: int) -> int:
+        return len(detokenize(ids[: completed(count)]))
+
+    before, counts = whole.index(slot.text), range(len(ids) + 1)
+    first = bisect_right(counts, before, key=characters) - 1
+    last = completed(bisect_left(counts, before + len(slot.text), key=characters))
+    return replace(slot, at=first, tokens=last - first, held=tuple(ids[first:last]))

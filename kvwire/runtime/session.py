@@ -80,6 +80,8 @@ class Session:
         except BaseException:
             future.cancel()  # the caller was interrupted
             raise
+        finally:
+            del future  # with its error, whose traceback has this frame, it would be a cycle
 
     async def wait(self, work: Coroutine[None, None, T]) -> T:
         """``run`` for callers with an event loop of their own.
@@ -173,7 +175,7 @@ class Session:
                 raise
             except KvwireError as error:
                 failed += 1
-                if failed > settings.retries or (silence_s is not None and isinstance(error, StalledError)):
+                if settings.is_over(failed, error) or (silence_s is not None and isinstance(error, StalledError)):
                     raise
                 await asyncio.sleep(settings.backoff(failed, random.random(), error))  # noqa: S311 - only a pause
             finally:
@@ -184,7 +186,7 @@ class Session:
 
         Threads blocked by a hung disk after their callers left are bounded, too, so that some remain for blobs.
         """
-        loop, looking = asyncio.get_running_loop(), LookUp(work)
+        loop, looking, running = asyncio.get_running_loop(), LookUp(work), None
 
         def ended(_: object) -> None:
             with suppress(RuntimeError):  # the loop is closed
@@ -202,6 +204,7 @@ class Session:
             raise StorageError(f"the store did not answer within {limit_s:g} s; check it and the network") from error
         finally:
             looking.leave()
+            del looking, running  # as in ``run``
 
     def view(self, store: Store, *, over_link: bool = True, silence_s: float | None = None) -> Store:
         """A store whose reads go through the session, for callers in threads other than the loop's."""

@@ -112,6 +112,7 @@ class LookUp(Generic[T]):
             return self._work()
         finally:
             _LOOK_UP.reset(token)
+            self._waits_for = None  # an error of it has this frame in its traceback: it would be a cycle
 
     def waits_for(self, future: Future[Any]) -> None:
         """Register a future that the work is about to wait for."""
@@ -122,8 +123,8 @@ class LookUp(Generic[T]):
     def leave(self) -> None:
         """Cancel what the work waits for, now or later."""
         self._is_left = True
-        if self._waits_for is not None:
-            self._waits_for.cancel()
+        if (future := self._waits_for) is not None:
+            future.cancel()
 
 
 _LOOK_UP: ContextVar[LookUp[Any] | None] = ContextVar("look_up", default=None)

@@ -69,7 +69,11 @@ class Blobs:
 
     def header(self, entry: CatalogEntry) -> BlobInfo:
         """What a document's blob says of itself, of several parts what they say together."""
-        return self.reader(entry).read_header(self.get(entry, 0, entry.header_bytes))
+        try:
+            return self.reader(entry).read_header(self.get(entry, 0, entry.header_bytes))
+        except (NotFoundError, CorruptError) as error:
+            msg = f"the blob of {entry.document_id!r} cannot be read: encode the document again ({error})"
+            raise type(error)(msg) from error
 
     def write(self, key: str, blob: bytes, *, overwrite: bool = False) -> None:
         """Write a blob that no entry names yet; one that lies there stays, unless it may soon be collected."""

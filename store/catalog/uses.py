@@ -29,12 +29,13 @@ _ADD = (
 _COUNT = "SELECT count FROM uses WHERE scope = ? AND document = ?"
 _REACHED = "SELECT document FROM uses WHERE scope = ? AND count >= ? ORDER BY count DESC, document"
 _ADVICE = "delete it; counting then starts anew"
+MOST_COUNTED = 100_000
 BUSY_S = 0.2
 """Longest wait for another process that holds the file: a count is not worth an answer's delay."""
 
 
 class UseCounts:
-    """Counts in this process's memory.
+    """Counts in this process's memory, of some 100,000 documents of a scope: beyond that, the least used are forgotten.
 
     A ``scope`` is what tells tenants and models apart, such as ``KeySpace.root``.
     """
@@ -54,6 +55,9 @@ class UseCounts:
         with self._lock:
             counts = self._counts[scope]
             counts[document_id] = counts.get(document_id, 0) + 1
+            if len(counts) > MOST_COUNTED:  # of those used alike, the latest stay
+                kept = sorted(counts, key=counts.__getitem__)[-MOST_COUNTED // 2 :]
+                self._counts[scope] = {name: counts[name] for name in kept}
 
     def count(self, scope: str, document_id: str) -> int:
         """Ask how often a document was used.

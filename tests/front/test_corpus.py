@@ -14,7 +14,9 @@ from kvwire.runtime.coding import Coding, Document
 from kvwire.runtime.corpus import Corpus
 from kvwire.runtime.encode import Encoder
 from kvwire.runtime.loader import Loader
-from kvwire.store import FolderStore, MemoryStore, UseCounts, UseFile, collect
+from kvwire.store import FolderStore, MemoryStore, UseCounts, UseFile, collect, open_store
+
+from ..posing_s3 import posing_s3, use_keys
 
 
 def test_documents_come_in_order_whatever_is_known(small):
@@ -238,3 +240,23 @@ def test_the_curve_is_of_held_out_texts_and_the_profile_says_so(small, monkeypat
     profile = corpus.calibrate([Document(str(number), text) for number, text in enumerate(texts)], tokens=100_000)
     assert profile.notes["kl_held_out"] == int(held_out)
     assert seen == (texts[5:] if held_out else texts)
+
+
+def test_what_is_not_in_a_bucket_may_be_the_bucket(small, monkeypatch):
+    use_keys(monkeypatch)
+    missing = pytest.raises(NotFoundError, match="check the tenant, and that the bucket is there")
+    with posing_s3() as s3, closing(open_store(s3.address())) as store, missing:
+        Corpus(small.engine, store).find("x")
+
+
+def test_a_header_that_cannot_be_read_is_to_be_encoded_again(small):
+    corpus, name = small.corpus(), next(iter(small.tokens))
+    entry, store = corpus.find(name), corpus.catalog.store
+    damaged = bytearray(store.get(entry.blob_key))
+    damaged[200] ^= 1
+    store.put(entry.blob_key, bytes(damaged))
+    with pytest.raises(CorruptError, match=f"the blob of '{name}' cannot be read: encode the document again"):
+        corpus.read_header(entry)
+    store.delete(entry.blob_key)
+    with pytest.raises(NotFoundError, match=f"the blob of '{name}' cannot be read: encode the document again"):
+        corpus.read_header(entry)

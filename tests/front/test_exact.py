@@ -148,3 +148,12 @@ def test_the_plan_tells_it_alike(run, small, folder, demo_model, tmp_path):
     assert code == 0, err
     told = json.loads(out)
     assert {each["name"] for each in told["alternatives"] if each["name"].startswith("level")} == {"level 5 (lossless)"}
+    code, out, err = run(
+        "plan", "--docs", names[0], "--model", demo_model, "--store", folder, "--exact", "--link", "1gbit,1ms",
+        "--dtype", "bfloat16", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    told = json.loads(out)
+    trouble = "its numbers are float32, this engine computes bfloat16: encode it with --dtype bfloat16 --lossless"
+    assert told["notes"] == [f"{names[0]}: {trouble}"]
+    assert {chunk["action"] for chunk in told["chunks"]} == {"recompute"}

@@ -11,10 +11,11 @@ from contextlib import closing
 import pytest
 import torch
 
+from kvwire.errors import ArgumentError, KvwireError, NotFoundError
 from kvwire.runtime.corpus import Corpus, Document
 from kvwire.runtime.estimates_file import EstimatesFile
 from kvwire.runtime.loader import Loader
-from kvwire.store import donors
+from kvwire.store import Catalog, MemoryStore, donors
 from kvwire.store.prefix import index
 from kvwire.store.schemes import open_store
 from kvwire.transport.testing import serving
@@ -71,3 +72,35 @@ def test_ever_new_questions_leave_nothing(small, tmp_path, monkeypatch, way):
                 asked[way](loader, number, range(20 + 41 * number, 60 + 41 * number))
             more = held(before["tensors"]) - before
     assert not {kind: count for kind, count in more.items() if count >= MANY // 2}
+
+
+def test_what_is_not_there_or_refused_leaves_no_error_behind(small):
+    """An error's traceback holds all that its frames did: with one of these it would be a cycle."""
+    with (
+        serving(MemoryStore()) as url,
+        closing(open_store(url)) as store,
+        Loader(small.engine, Corpus(small.engine, store), costs=small.costs, memory=EstimatesFile(None)) as loader,
+    ):
+        record = Catalog(store).keys(small.engine.meta.config_digest()).model_record
+
+        def miss():
+            with pytest.raises(NotFoundError):
+                loader.ask(["nowhere"], [5, 6])
+            loader.ask_prompt(range(5, 80))
+            with pytest.raises(ArgumentError):
+                store.put(record, b"{")
+
+        miss()
+        gc.collect()
+        gc.disable()
+        before = errors_held()
+        for _ in range(MANY):
+            miss()
+        deadline = time.monotonic() + SETTLED_S
+        while errors_held() - before >= MANY // 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert errors_held() - before < MANY // 2
+
+
+def errors_held():
+    return sum(isinstance(each, KvwireError) for each in gc.get_objects())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,7 @@ from kvwire.runtime.reports import LinkReport
 from kvwire.runtime.settings import LoadSettings
 from kvwire.store import MemoryStore
 
+from ..store_wrappers import StoreWrapper
 from .test_engine_protocol import COSTS, TEXTS
 from .tiny_engine import TinyEngine
 
@@ -517,3 +519,24 @@ def test_a_model_whose_logits_overflow_is_not_called_perfect(small, monkeypatch)
     monkeypatch.setattr(link_check, "mean_kl", lambda *_: float("nan"))
     with pytest.raises(MismatchError, match="not finite"):
         check_links(small.engine, [prompt])
+
+
+class AskedAtOnce(StoreWrapper):
+    """Neither of two objects comes before both are asked for."""
+
+    def __init__(self, inner, *names):
+        super().__init__(inner)
+        self.names, self.barrier = set(names), threading.Barrier(len(names), timeout=20)
+
+    def _do(self, request, call):
+        if (name := request.key.rpartition("/")[2]) in self.names:
+            self.names.remove(name)  # an object is opened and then read
+            self.barrier.wait()
+        return super()._do(request, call)
+
+
+def test_the_report_and_the_profile_cost_one_round_trip_together(small):
+    store = AskedAtOnce(small.corpus().catalog.store, "links.json", "profile.json")
+    with Loader(small.engine, Corpus(small.engine, store), costs=small.costs) as loader:
+        answer = loader.ask(list(small.tokens), small.engine.tokenize("It was plain"))
+    assert not [miss for miss in answer.misses if "report" in miss]

@@ -351,7 +351,7 @@ def test_a_lost_head_needs_the_text(small, reference):
     corpus, name = small.corpus(), _names(small)[0]
     _damage(corpus, small, name, "head")
     _lose_texts(corpus)
-    with pytest.raises(CorruptError):
+    with pytest.raises(CorruptError, match=f"'{name}' and its text cannot be read: give the text"):
         _ask(small, corpus, settings=QUICK)
     answer = _ask(small, corpus, settings=replace(QUICK, quality_floor=4), texts={name: small.tokens[name]})
     assert answer.misses

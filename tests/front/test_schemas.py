@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders
 
 from kvwire.errors import ArgumentError, NotFoundError
 from kvwire.reuse import Module, Parameter, Schema, fill_parameters, place_modules
@@ -68,9 +71,68 @@ def test_a_module_whose_blob_is_lost_is_computed_where_it_stands(small, corpus, 
     assert mean_kl(in_the_library(small, corpus, prompt, question, lost=GATE), answer.logits[None]) < 1e-6
 
 
+FALLBACK = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+
+
+def in_bytes(ids):
+    """As tokenizers with byte fallback read bytes: none of a run of them is a character before the run is valid."""
+    return FALLBACK.decode([f"<0x{each:02X}>" for each in ids])
+
+
+def located_naive(whole, slot, ids, detokenize):
+    """All cuts between whole characters: the last one before the slot's text, the first one after it."""
+    cuts = [count for count in range(len(ids) + 1) if whole.startswith(detokenize(ids[:count]))]
+    lengths = {count: len(detokenize(ids[:count])) for count in cuts}
+    before = whole.index(slot.text)
+    first = max(count for count in cuts if lengths[count] <= before)
+    return first, min(count for count in cuts if lengths[count] >= before + len(slot.text)) - first
+
+
+@settings(deadline=None)
+@given(st.text("ab é日本😀\u200d", min_size=1, max_size=24), st.data())
+def test_a_slot_holds_whole_characters(small, text, data):
+    """Also where a character has several tokens, of which the first ones alone are replacement characters."""
+    first = data.draw(st.integers(0, len(text) - 1))
+    words = text[first : data.draw(st.integers(first + 1, len(text)))]
+    times = sum(text.startswith(words, at) for at in range(len(text)))
+    slot = Parameter("words", text=words)
+    module = Module("a", parameters=(slot,))
+    for ids, detokenize in ((small.engine.tokenize(text), small.engine.detokenize), (text.encode(), in_bytes)):
+        texts = {"a": tuple(ids)}
+        if times != 1:
+            with pytest.raises(ArgumentError, match=f"is {times} times"):
+                sized(Schema((module,)), Corpus(small.engine, MemoryStore()), detokenize, texts)
+            continue
+        found = sized(Schema((module,)), Corpus(small.engine, MemoryStore()), detokenize, texts).modules[0]
+        assert found.tokens == len(ids)
+        (slot_found,) = found.parameters
+        assert (slot_found.at, slot_found.tokens) == located_naive(text, slot, ids, detokenize)
+
+
+def test_a_slot_is_not_filled_in_another_text(small, corpus):
+    """Neither once the document was replaced, nor in a text that was given for it: the slot is where it was."""
+    words = " ".join(small.texts[GATE].split()[3:6])
+    schema = Schema((Module(GATE, tokens=ROOM, parameters=(Parameter("words", text=words),)),))
+    prompt = sized(schema, corpus, small.engine.detokenize).prompt([GATE], {f"{GATE}.words": [5]})
+    asked(small, corpus, prompt)
+    other = tuple(small.tokens[GATE][1:])
+    with pytest.raises(ArgumentError, match="locate the schema's slots again"):
+        asked(small, corpus, prompt, texts={GATE: other})
+    list(corpus.encode([Document(GATE, other)]))
+    with pytest.raises(ArgumentError, match="locate the schema's slots again"):
+        asked(small, corpus, prompt)
+    again = sized(schema, corpus, small.engine.detokenize)
+    assert asked(small, corpus, again.prompt([GATE], {f"{GATE}.words": [5]}))[0].misses == ()
+    given_text = sized(schema, Corpus(small.engine, MemoryStore()), small.engine.detokenize, {GATE: other})
+    assert given_text == again
+
+
 def test_loads_of_schemas_refuse_what_cannot_be(small, corpus, schema):
     with pytest.raises(ArgumentError, match="repair none or auto"):
         asked(small, corpus, schema.prompt(["gate"]), repair=0.2)
+    for taken in ({"system": (5, 6)}, {"first_tokens": 9}):
+        with pytest.raises(ArgumentError, match="leave out first_tokens, layout and system"):
+            asked(small, corpus, schema.prompt(["gate"]), **taken)
     narrow = Schema((Module("bell", BELL, 20),))
     with pytest.raises(ArgumentError, match="has room for 20 tokens"):
         asked(small, corpus, narrow.prompt(["bell"]))
@@ -116,6 +178,9 @@ def test_the_command_reads_schemas(run, small, demo_model, tmp_path):
     assert run(*asking, "--docs", "gate", "--argument", "gate.words")[0] == 2
     assert run(*asking, "--docs", "gate", "--argument", f"gate.words={words} {words} {words}")[0] == 2
     assert run(*asking, "--docs", "tower")[0] == 2
+    other = tmp_path / "other"
+    assert run(*asking[:-1], f"file://{other}", "--docs", "gate", "--texts", folder)[0] == 0
+    assert run(*asking[:-1], f"file://{other}", "--docs", "gate")[0] == 3
     assert run("ask", "--docs", BELL, *asking[3:], "--argument", "gate.words=x")[0] == 2
     file.write_text("[]")
     assert run(*asking, "--docs", "gate")[0] == 2

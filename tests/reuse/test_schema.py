@@ -212,6 +212,7 @@ def test_documents_that_do_not_fit_their_modules():
         (Module("a", tokens=9, parameters=(Parameter("x.y", 1, 2),)),),
         (Module("a", tokens=9, parameters=(Parameter("x"),)),),
         (Union(()),),
+        (Union((Module("a", tokens=9, start=5),)),),
     ],
 )
 def test_impossible_schemas(parts):

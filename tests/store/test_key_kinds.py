@@ -346,3 +346,13 @@ def test_a_sealed_report_keeps_its_shift():
     collect(store)  # what cannot be read names who knows what
     collect(store, keyring=keyring)
     assert catalog.models.link_shift(CONFIG, digest) == SHIFT
+
+
+@pytest.mark.parametrize("kind", [one for one in table.KINDS if one.names], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("data", [b"", b"[]", b"\xff"])
+def test_a_damaged_entry_is_corrupt_and_the_error_says_what_to_do(kind, data):
+    """Which collectors and other walkers of a store rely on."""
+    key = f"{Catalog(MemoryStore()).keys(CONFIG).root}catalog/any.json"
+    for read in filter(None, (kind.accept, kind.names)):
+        with pytest.raises(CorruptError, match=r"(: |; )(\w+ ){2,}"):
+            read(key, data)

@@ -10,6 +10,7 @@ from contextlib import closing
 import pytest
 
 from kvwire.errors import CorruptError, NotFoundError, StorageError
+from kvwire.store.catalog import uses as uses_module
 from kvwire.store.catalog.uses import UseCounts, UseFile
 
 
@@ -33,6 +34,17 @@ def test_what_was_used_often_is_told_first_and_no_use_is_lost_between_threads(us
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: uses.add("a/", "x"), range(99)))
     assert uses.count("a/", "x") == 100
+
+
+def test_memory_forgets_the_least_used_and_the_oldest_of_them(monkeypatch):
+    monkeypatch.setattr(uses_module, "MOST_COUNTED", 10)
+    uses = UseCounts()
+    for name in ("often", "a", "often", *map(str, range(1000))):
+        uses.add("a/", name)
+        assert uses.count("a/", name)
+        assert len(uses.reached("a/", 1)) <= 10
+    assert uses.count("a/", "often") == 2
+    assert not uses.count("a/", "a")
 
 
 def test_a_file_is_shared_by_processes_and_outlives_them(tmp_path):

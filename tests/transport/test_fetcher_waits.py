@@ -170,6 +170,26 @@ async def test_a_server_that_says_when_is_obeyed(status, at, blob, unsteady):
     assert max(pauses) == 7
 
 
+@pytest.mark.parametrize("at", [0, 1])
+async def test_a_server_that_comes_back_later_than_all_attempts_is_not_waited_for(at, unsteady):
+    pauses = []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    fault = {"status": "503 Busy", "headers": ["Retry-After: 91"]}  # three pauses of 30 s
+    async with unsteady(lambda number, *_: fault if number >= at else None, sleep=sleep) as (_, fetcher):
+        if at == 0:
+            with pytest.raises(BusyError, match="try again in 91 s"):
+                await fetcher.open()
+            assert fetcher.counts.requests == 1
+        else:
+            _, bad = await outcome(fetcher, behind_the_head(await fetcher.open()))
+            assert bad
+            assert all(error.attempts == 1 for error in bad.values())
+    assert not pauses
+
+
 async def test_nobody_waits_beyond_the_deadline(unsteady):
     fault = {"status": "503 Busy", "headers": ["Retry-After: 20"]}
     plan = lambda number, *_: fault if number == 1 else None  # noqa: E731

@@ -100,17 +100,20 @@ class BlobFetcher:
             raise DeadlineError(f"{self.url}: no header by the deadline; check the server and the network") from error
 
     async def _open(self) -> BlobInfo:
-        for failed in range(1, self._settings.retries + 1):
+        failed = 0
+        while True:
             try:
                 return await self._open_once()
             except FATAL:
                 raise
             except (StorageError, CorruptError) as error:
+                failed += 1
+                if self._settings.is_over(failed, error):
+                    raise
                 if isinstance(error, CorruptError):
                     needed = error.needed if isinstance(error, TruncatedError) else 0
                     self._source.distrust(0, max(len(self._prefix), self._settings.header_bytes, needed))
                 await self._sleep(self._settings.backoff(failed, self._rng.random(), error))
-        return await self._open_once()
 
     async def fetch(
         self, segments: Sequence[SegmentInfo], *, deadline: float | None = None

@@ -319,7 +319,7 @@ class FetchRun:
         for failed, group in by_failures.items():
             delay_s = settings.backoff(failed, self._jitter(), error)
             is_late = self._deadline is not None and self._meter.now() + delay_s >= self._deadline
-            if failed > settings.retries or is_late:
+            if settings.is_over(failed, error) or is_late:
                 self._give_up([piece.tag for piece in group], error)
                 continue
             self._counts.retried += len(group)

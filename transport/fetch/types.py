@@ -48,7 +48,8 @@ class FetchSettings:
         retries: Further attempts for a segment after the first.
         backoff_s: Pause before the first retry, in seconds, doubled for each next one.
         max_backoff_s: Longest pause.
-        max_retry_after_s: A server that says when to come back is obeyed up to here.
+        max_retry_after_s: A server that says when to come back is obeyed up to here; where all attempts would come too
+            early, none is made.
         buffer_bytes: No new request starts while more than this waits to be taken.
         hedge_factor: A request that takes this many times longer than usual, and hedge_least_s at least, gets a second
             one beside it, and whichever is first wins; 0 never does.
@@ -93,6 +94,19 @@ class FetchSettings:
         full_s = min(self.max_backoff_s, self.backoff_s * 2.0 ** min(attempt - 1, 60))
         told_s = error.retry_after_s if isinstance(error, BusyError) else 0.0
         return max(full_s * (0.5 + 0.5 * jitter), min(told_s, self.max_retry_after_s))
+
+    def is_over(self, failed: int, error: KvwireError) -> bool:
+        """Whether no attempt is left that could succeed.
+
+        Args:
+            failed: How many failed.
+            error: Of the last.
+
+        Returns:
+            Whether there is none, or the server will come back later than all of them.
+        """
+        left = self.retries + 1 - failed
+        return left < 1 or (isinstance(error, BusyError) and error.retry_after_s > left * self.max_retry_after_s)
 
 
 @dataclass

@@ -53,6 +53,8 @@ class Storage:
         except asyncio.CancelledError:
             await asyncio.wait({running})
             raise
+        finally:
+            del running  # with its error, whose traceback has this frame, it would be a cycle
 
     def close(self) -> None:
         """Wait for running calls and end the threads."""

@@ -132,12 +132,17 @@ class Uploads:
         """Write one object, or refuse it and leave nothing."""
         try:
             etag = await self._put(request, key, client)
+        except RefusedError as error:  # raised from itself, or held by this frame, it would be a cycle
+            self._counted(error)
+            raise
         except Exception as error:
-            refusal = refusal_of(error, request[EXCHANGE].request_id)
-            self._metrics.uploads_refused.labels(refusal.reason or "other").inc()
-            raise refusal from error
+            raise self._counted(refusal_of(error, request[EXCHANGE].request_id)) from error
         self._metrics.uploads_accepted.inc()
         return web.Response(status=201, headers={"ETag": f'"{etag}"'} if etag else None)
+
+    def _counted(self, refusal: RefusedError) -> RefusedError:
+        self._metrics.uploads_refused.labels(refusal.reason or "other").inc()
+        return refusal
 
     async def _put(self, request: web.BaseRequest, key: str, client: str) -> str:
         storage, digest, fields = self._storage, content_digest(key), conditions(request)

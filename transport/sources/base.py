@@ -248,6 +248,8 @@ async def read_patiently(source: ByteSource, start: int, end: int | None, sink: 
         if isinstance(error, KvwireError):  # a DeadlineError is a TimeoutError too
             raise
         raise patience.stalled(source.url, began=began) from error
+    finally:
+        timer = None  # type: ignore[assignment]  # it holds the task and its error, whose traceback has this frame
 
 
 async def read_object(

@@ -298,7 +298,8 @@ class HttpSource(ByteSource):
             return AuthError(f"{self.url}: the server refused the credentials (status {status}); check the token")
         words = f"{self.url}: the server answered with status {status}"
         if status in _BUSY:
-            return BusyError(f"{words}; try again later", retry_after_s(response.headers.get("Retry-After", "")))
+            wait_s = retry_after_s(response.headers.get("Retry-After", ""))
+            return BusyError(f"{words}; try again {f'in {wait_s:.0f} s' if wait_s else 'later'}", wait_s)
         if is_passing(status):
             return StorageError(f"{words}; try again later")
         return RejectedError(f"{words}; {PROXY_ADVICE if status == _PROXYS else WRONG_ADDRESS}")

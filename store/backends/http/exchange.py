@@ -55,7 +55,7 @@ class HttpStoreSettings:
             That a server closed a connection which was kept is no failure: the request is sent again at once.
         backoff_s: Pause before the second attempt, doubled for each next one; a server that says when to come back is
             obeyed.
-        max_wait_s: How far it is obeyed, in seconds.
+        max_wait_s: How far it is obeyed, in seconds; where all attempts would come too early, none is made.
     """
 
     stall_s: float = 15.0
@@ -141,9 +141,11 @@ class HttpExchange:
                 if not self._may_repeat(failed, give_up_at):
                     raise StorageError(str(error)) from None
             else:
-                if reply.status not in _PASSING or not self._may_repeat(failed, give_up_at):
+                told_s, most_s = retry_after_s(reply.fields.get("Retry-After", "")), self._settings.max_wait_s
+                is_vain = told_s > (self._settings.attempts - failed - 1) * most_s
+                if reply.status not in _PASSING or is_vain or not self._may_repeat(failed, give_up_at):
                     return replace(reply, is_repeated=failed > 0 or kept_closed)
-                wait_s = min(retry_after_s(reply.fields.get("Retry-After", "")), self._settings.max_wait_s)
+                wait_s = min(told_s, most_s)
             failed += 1
             spread = 0.5 + 0.5 * random.random()  # noqa: S311 - spreads retries, guards nothing
             time.sleep(max(wait_s, self._settings.backoff_s * 2 ** (failed - 1) * spread))

@@ -18,6 +18,7 @@ from kvwire.errors import (
     NotFoundError,
     StorageError,
 )
+from kvwire.store.backends.http.semantics import retry_after_s
 from kvwire.store.base import Listed
 from kvwire.store.http_clients import LOGIN_ADVICE, PROXY_ADVICE, WRONG_ADDRESS, is_passing
 from kvwire.store.keys import check_key
@@ -85,7 +86,8 @@ def refusal(reply: Reply, method: str, key: str, url: str) -> KvwireError:
         _PROXYS: PROXY_ADVICE,
         _BEHIND: "what lies behind the server fails: look into its log",
     }
-    advice |= dict.fromkeys(_BUSY, "it is busy: try again later")
+    wait_s = retry_after_s(reply.fields.get("Retry-After", ""))
+    advice |= dict.fromkeys(_BUSY, f"it is busy: try again {f'in {wait_s:.0f} s' if wait_s else 'later'}")
     advice |= dict.fromkeys(_MOVED, "it redirects what is written: name the address that it redirects to")
     words = advice.get(status, "try again later or check the server" if is_passing(status) else WRONG_ADDRESS)
     return StorageError(f"{url} answered with status {status}{told}: {words}")
