@@ -76,6 +76,7 @@ class Load:
         self.waiting: deque[tuple[int, int]] = deque()  # places to fetch, and their levels
         self.refine: deque[tuple[int, int]] = deque()  # places that become finer, and up to which level
         self.plan_bytes = 0  # still to be asked for
+        self.asked_bytes = 0  # since it came
         self.compute_s = 0.0  # of passes that the plan wants
         self._wanted, self._wanted_docs = bytearray(), deque[DocumentState]()
         self.floor_s, self._floor_chunks = 0.0, 0  # what the open chunks need at the quality floor

@@ -361,6 +361,7 @@ class Starter:
         whole, tokens = table.sizes[level][at], table.tokens[at]
         size = whole - table.sizes[first - 1][at] if first else whole
         table.level[at] = level
+        load.asked_bytes += size
         state.hold(doc, chunk, whole)
         state.link.ask(InflightFetch(name, size, state.now, state.decode_among_many.seconds(tokens, whole)))
         state.turn(load)

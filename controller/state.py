@@ -43,7 +43,7 @@ class ArrivalRate:
         self._sums = [
             (f * loads + 1, f * busy + load.floor_s) for f, (loads, busy) in zip(fades, self._sums, strict=True)
         ]
-        self._at, load.came = now, (now, load.floor_s)
+        self._at, load.came, load.asked_bytes = now, (now, load.floor_s), 0
 
     def others(self, load: Load, now: float) -> tuple[float, float]:
         """Loads a second besides one, and the share of the time that they take; the larger ones count."""
@@ -233,10 +233,16 @@ class State:
             left_s = min(left_s, min(self.handovers()[load.number]) - self.now + closing_s)
         rate, busy = self.arrivals.others(load, self.now)
         if load.came and rate > 0:
-            # As many loads are to find their time as came lately, and a queue is to grow by no more than what is spare.
-            least_s, spare = self._queue_s(load) + load.floor_s + closing_s, max(0.0, 1 - busy)
-            left_s = min(left_s, max(least_s, min(least_s + spare / rate, spare * left_s)))
+            # As many loads are to find their time as came lately, and a queue is to grow by no more than what is spare,
+            # in all of a load's plans together. Where even its floor takes longer, the soonest plan is the one.
+            floor_s, spare = self._queue_s(load) + load.floor_s + closing_s, max(0.0, 1 - busy)
+            left_s = min(left_s, floor_s + max(0.0, spare / rate - self._spent_s(load)), spare * left_s)
         return left_s - self.contention_s(load)
+
+    def _spent_s(self, load: Load) -> float:
+        """Seconds of the link that a load has asked for beyond its floor."""
+        asked_s = load.asked_bytes / max(self.link.bandwidth_low, SLOWEST)
+        return max(0.0, asked_s + load.floor_left_s - load.came[1]) if load.came else 0.0
 
     def _queue_s(self, load: Load) -> float:
         """Seconds of work that goes before a load's open chunks."""

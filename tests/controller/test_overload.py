@@ -11,7 +11,8 @@ import pytest
 from kvwire.controller import ControllerSettings, DocumentPlanInput, Estimates, Goal
 from kvwire.controller import events as ev
 from kvwire.controller.core import Controller
-from kvwire.controller.policies import Fixed
+from kvwire.controller.policies import Adaptive, Fixed
+from kvwire.controller.simulator import Scenario, constant, machine_named, model_named, simulate, variants_for
 from kvwire.controller.simulator.loads import LoadArrival
 from kvwire.errors import ArgumentError
 
@@ -37,6 +38,22 @@ def test_what_always_level_0_sustains_is_in_time(rate):
     outcomes = play(arrivals, 8 * MB, **SETTINGS).outcomes
     assert all(outcome.in_time for outcome in outcomes)
     assert sum(outcome.error for outcome in outcomes) < sum(outcome.error for outcome in coarsest)
+
+
+def test_quality_of_early_loads_makes_no_later_ones_late():
+    """About as many loads as the link carries at level 0, of a model whose text takes eight times as long."""
+    random, at, asked = Random("6 30"), 0.0, []
+    while (at := at + random.expovariate(30)) < 1.5:
+        asked.append(at)
+    model = model_named("llama-3.1-8b")
+    scene = Scenario(
+        model=model, machine=machine_named("h100"), documents=variants_for(model, [2048] * 4), rate=constant(2.5e8),
+        goal=quality(DEADLINE_S), asked=tuple(asked),
+    )  # fmt: skip
+    coarsest, ours = (simulate(scene, policy) for policy in (Fixed(0), Adaptive()))
+    assert all(outcome.in_time for outcome in coarsest), "the test asks for too much"
+    assert sum(not outcome.in_time for outcome in ours) <= 0.05 * len(ours)
+    assert sum(outcome.error for outcome in ours) < 0.95 * sum(outcome.error for outcome in coarsest)
 
 
 def test_the_more_loads_the_coarser():
