@@ -27,6 +27,7 @@ DOUBT = 1.6
 """Estimates that may be wrong by less are relied on."""
 _UNSURE = 2.0  # times the reserve while chunks are not begun, loads share, or the engine was slow lately
 _TURNS = 4  # every fourth thing is begun for a late load, so that none waits for ever
+_AMPLE = 5.0  # times what its floor takes: a load with more time is in time even if it takes its share of a short rush
 
 
 class ArrivalRate:
@@ -234,13 +235,15 @@ class State:
         rate, busy = self.arrivals.others(load, self.now)
         if load.came and rate > 0:
             # As many loads are to find their time as came lately, and a queue is to grow by no more than what is spare,
-            # in all of a load's plans together. Where even its floor takes longer, the soonest plan is the one.
+            # in all of a load's plans together. Where that is less than its floor takes, the soonest plan is the one,
+            # unless there is ample time: then the rush may be a short one.
             floor_s, spare = self._queue_s(load) + load.floor_s + closing_s, max(0.0, 1 - busy)
-            left_s = min(left_s, floor_s + max(0.0, spare / rate - self._spent_s(load)), spare * left_s)
+            bound_s = min(floor_s + max(0.0, spare / rate - self._spent_s(load)), spare * left_s)
+            left_s = min(left_s, max(floor_s, bound_s) if _AMPLE * floor_s < left_s else bound_s)
         return left_s - self.contention_s(load)
 
     def _spent_s(self, load: Load) -> float:
-        """Seconds of the link that a load has asked for beyond its floor."""
+        """Seconds of the link that a load has asked for beyond what its floor took when it came."""
         asked_s = load.asked_bytes / max(self.link.bandwidth_low, SLOWEST)
         return max(0.0, asked_s + load.floor_left_s - load.came[1]) if load.came else 0.0
 

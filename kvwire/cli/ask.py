@@ -288,7 +288,8 @@ def _schema_prompt(
         arguments[name] = engine.tokenize(text) if text else []
     detokenize = engine.detokenize if engine.has_tokenizer else None
     schema = read_schema(data)
-    texts = _texts(engine, options, [module.document_id for module in schema.modules])
+    needed = [module.document_id for module in schema.modules if module.name in names or not module.tokens]
+    texts = _texts(engine, options, needed)
     return sized(schema, corpus, detokenize, texts).prompt(names, arguments), texts
 
 

@@ -68,16 +68,27 @@ async def all_of(works: Sequence[Coroutine[None, None, T]]) -> list[T]:
     """Results of concurrent work; the first error stops the others and is raised unchanged."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
-        return await asyncio.gather(*tasks)
+        return await asyncio.shield(asyncio.gather(*tasks))  # cancelling is for _end, once
     finally:
         await _end(tasks)
         del tasks  # with an error, whose traceback has this frame, they would be a cycle
 
 
 async def _end(tasks: Sequence[asyncio.Task[T]]) -> None:
+    """Cancel tasks and wait until they have cleaned up, even where this is cancelled meanwhile."""
+    is_cancelled = False
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    while left := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(left)
+        except asyncio.CancelledError:
+            is_cancelled = True
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # else asyncio reports that nothing looked at it
+    if is_cancelled:
+        raise asyncio.CancelledError
 
 
 class DocumentFinder:

@@ -166,15 +166,15 @@ class LinkPlanner:
     async def plan(self, limit_s: float) -> LinkPlan:
         """The plan; the model's report is read with the first load, while the catalog is asked."""
         if self._plan is None:
+            reading = asyncio.create_task(self._session.look_up(self._read_profile, limit_s))
             try:
-                report, profile = await asyncio.gather(
-                    self._session.look_up(self._view().link_report, limit_s),
-                    self._session.look_up(self._read_profile, limit_s),
-                )
-                self._plan = _plan_of(self._settings, report, profile, len(self._engine.meta.layers))
+                report = await self._session.look_up(self._view().link_report, limit_s)
+                self._plan = _plan_of(self._settings, report, await reading, len(self._engine.meta.layers))
             except KvwireError as error:  # the next load tries again
                 trouble = f"the report on links was not read, so this load goes without it: {error}"
                 return replace(_plan_of(self._settings, None, None, 0), trouble=trouble)
+            finally:
+                reading.cancel()
         if self._engine.can_repair or not self._plan.option or self._plan.is_wanted:
             return self._plan
         return replace(self._plan, trouble=_UNABLE, is_able=False)

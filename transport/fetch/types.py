@@ -105,8 +105,8 @@ class FetchSettings:
         Returns:
             Whether there is none, or the server will come back later than all of them.
         """
-        left = self.retries + 1 - failed
-        return left < 1 or (isinstance(error, BusyError) and error.retry_after_s > left * self.max_retry_after_s)
+        left, pause_s = self.retries + 1 - failed, max(self.max_retry_after_s, self.max_backoff_s)
+        return left < 1 or (isinstance(error, BusyError) and error.retry_after_s > left * pause_s)
 
 
 @dataclass

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import aiohttp
@@ -299,7 +300,7 @@ class HttpSource(ByteSource):
         words = f"{self.url}: the server answered with status {status}"
         if status in _BUSY:
             wait_s = retry_after_s(response.headers.get("Retry-After", ""))
-            return BusyError(f"{words}; try again {f'in {wait_s:.0f} s' if wait_s else 'later'}", wait_s)
+            return BusyError(f"{words}; try again {f'in {ceil(wait_s)} s' if wait_s else 'later'}", wait_s)
         if is_passing(status):
             return StorageError(f"{words}; try again later")
         return RejectedError(f"{words}; {PROXY_ADVICE if status == _PROXYS else WRONG_ADDRESS}")

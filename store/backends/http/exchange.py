@@ -142,13 +142,17 @@ class HttpExchange:
                     raise StorageError(str(error)) from None
             else:
                 told_s, most_s = retry_after_s(reply.fields.get("Retry-After", "")), self._settings.max_wait_s
-                is_vain = told_s > (self._settings.attempts - failed - 1) * most_s
+                left, longest_s = self._settings.attempts - failed - 1, max(most_s, self._backoff_s(failed + 1))
+                is_vain = told_s > left * longest_s
                 if reply.status not in _PASSING or is_vain or not self._may_repeat(failed, give_up_at):
                     return replace(reply, is_repeated=failed > 0 or kept_closed)
                 wait_s = min(told_s, most_s)
             failed += 1
             spread = 0.5 + 0.5 * random.random()  # noqa: S311 - spreads retries, guards nothing
-            time.sleep(max(wait_s, self._settings.backoff_s * 2 ** (failed - 1) * spread))
+            time.sleep(max(wait_s, self._backoff_s(failed) * spread))
+
+    def _backoff_s(self, failed: int) -> float:
+        return self._settings.backoff_s * 2.0 ** (failed - 1)
 
     def _may_repeat(self, failed: int, give_up_at: float) -> bool:
         return failed + 1 < self._settings.attempts and time.monotonic() < give_up_at

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from math import ceil
 from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta, Struct
@@ -87,7 +88,7 @@ def refusal(reply: Reply, method: str, key: str, url: str) -> KvwireError:
         _BEHIND: "what lies behind the server fails: look into its log",
     }
     wait_s = retry_after_s(reply.fields.get("Retry-After", ""))
-    advice |= dict.fromkeys(_BUSY, f"it is busy: try again {f'in {wait_s:.0f} s' if wait_s else 'later'}")
+    advice |= dict.fromkeys(_BUSY, f"it is busy: try again {f'in {ceil(wait_s)} s' if wait_s else 'later'}")
     advice |= dict.fromkeys(_MOVED, "it redirects what is written: name the address that it redirects to")
     words = advice.get(status, "try again later or check the server" if is_passing(status) else WRONG_ADDRESS)
     return StorageError(f"{url} answered with status {status}{told}: {words}")
