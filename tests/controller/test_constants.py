@@ -42,12 +42,13 @@ from kvwire.controller import events as ev
 from kvwire.controller.chunk_table import ChunkTable
 from kvwire.controller.horizons import EDGES, HORIZONS_S, HorizonErrors
 from kvwire.controller.policies import adaptive
+from kvwire.controller.simulator.loads import LoadArrival
 from kvwire.controller.snapshot import PlanRequest
 from kvwire.controller.workers import Job
 from kvwire.errors import ArgumentError
 from kvwire.types.rates import RateTrace
 
-from .playing import COSTS, RTT_S, ByHand, document, one, quality
+from .playing import COSTS, RTT_S, ByHand, document, one, play, quality
 from .test_interrupts import begun, told_until
 
 MB = 1_000_000
@@ -284,6 +285,13 @@ def arrivals_of_a_rush():
     return rate.others(controller.loads[0], 0.1)[0]
 
 
+def error_of_a_short_rush():
+    """Mean error of eight loads at once that have ample time."""
+    rush = [LoadArrival(number * 0.005, ((document(),),), quality(2.0)) for number in range(8)]
+    outcomes = play(rush, 2 * MB, workers=2, max_in_flight=16, decode_batch=16).outcomes
+    return sum(outcome.error for outcome in outcomes) / len(outcomes)
+
+
 def unlooked():
     """What a chunk counts that the question does not look at."""
     hand = ByHand(quality(1.0), document(4))
@@ -435,6 +443,7 @@ TABLE = [
     (limits, "_STOPS_S", stopped_at, (0.5, 0.55)),
     (state, "_TURNS", turns, (4, 4)),
     (state, "_UNSURE", reserve_of_what_is_open, (1.9, 2.1)),
+    (state, "_AMPLE", error_of_a_short_rush, (0.0, 0.006)),
     (state, "_HALF_LIVES_S", arrivals_of_a_rush, (15, 30)),
     (load, "_UNSEEN", unlooked, (0.09, 0.11)),
     (adaptive, "_MISS", lambda: insured_from(1000 * MB, 0.35, document(200, text=False)), (0.2, 0.35)),

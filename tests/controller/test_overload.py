@@ -56,14 +56,6 @@ def test_quality_of_early_loads_makes_no_later_ones_late():
     assert sum(outcome.error for outcome in ours) < 0.95 * sum(outcome.error for outcome in coarsest)
 
 
-@pytest.mark.parametrize("bandwidth", [1 * MB, 2 * MB])
-def test_a_short_rush_costs_loads_with_ample_time_no_quality(bandwidth):
-    rush = [LoadArrival(number * 0.005, ((document(),),), quality(2.0)) for number in range(8)]
-    outcomes = play(rush, bandwidth, **SETTINGS).outcomes
-    assert all(outcome.in_time for outcome in outcomes)
-    assert sum(outcome.error for outcome in outcomes) / len(outcomes) < 0.01
-
-
 def test_the_more_loads_the_coarser():
     errors = []
     for rate in (2, 10, 40):
