@@ -285,7 +285,7 @@ def first_tokens(
                 loader.close()
     text = seconds[FULL]
     return {
-        "tokens": statistics.median(tokens), "mbit_s": args.mbit,
+        "prompts": len(text), "tokens": statistics.median(tokens), "mbit_s": args.mbit,
         "ways": {
             name: {"ttft_s": statistics.median(each), "of_text": statistics.median(
                 ours / theirs for ours, theirs in zip(each, text, strict=True))}

@@ -7,16 +7,17 @@ import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvwire.errors import CorruptError, FormatVersionError, KvwireError, NotFoundError, StorageError
 from kvwire.runtime.document import CHANGED, FoundDocument, OpenDocument, Timeouts
+from kvwire.runtime.tasks import gather_optional
 from kvwire.transport import BlobFetcher, open_document
 from kvwire.types import digest_tokens
 from kvwire.types.cache import plain_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvwire.codec import AnyProfile
     from kvwire.runtime.corpus import Corpus
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from kvwire.types import BlobInfo
 
 
-T = TypeVar("T")
 _MOST_KEPT = 10_000  # entries
 _PROFILE_S = 300.0
 """Longest read of a profile. No load waits that long, but a shorter limit might never let it finish."""
@@ -41,54 +41,6 @@ def profile_in_use(corpus: Corpus, level: int | None) -> tuple[AnyProfile | None
         return corpus.profile(level=level), True
     except UNREADABLE:
         return None, False
-
-
-async def gather_optional(
-    first: Coroutine[None, None, T], others: Sequence[Coroutine[None, None, T]], timeouts: Timeouts
-) -> tuple[T, list[T]]:
-    """Wait for the first, and for those of the others that succeed in time.
-
-    The others share the link, so they get ``timeouts.extra`` more than the first took, or as long again, but at most
-    ``timeouts.soon`` in total.
-    """
-    started = time.monotonic()
-    tasks = [asyncio.create_task(each) for each in others]
-    try:
-        result = await first
-        if tasks:
-            took = time.monotonic() - started
-            await asyncio.wait(tasks, timeout=max(0.0, min(max(timeouts.extra, took), timeouts.soon - took)))
-        done = [task for task in tasks if task.done()]
-        return result, [task.result() for task in done if not (task.cancelled() or task.exception())]
-    finally:
-        await _end(tasks)
-
-
-async def all_of(works: Sequence[Coroutine[None, None, T]]) -> list[T]:
-    """Results of concurrent work; the first error stops the others and is raised unchanged."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        return await asyncio.shield(asyncio.gather(*tasks))  # cancelling is for _end, once
-    finally:
-        await _end(tasks)
-        del tasks  # with an error, whose traceback has this frame, they would be a cycle
-
-
-async def _end(tasks: Sequence[asyncio.Task[T]]) -> None:
-    """Cancel tasks and wait until they have cleaned up, even where this is cancelled meanwhile."""
-    is_cancelled = False
-    for task in tasks:
-        task.cancel()
-    while left := [task for task in tasks if not task.done()]:
-        try:
-            await asyncio.wait(left)
-        except asyncio.CancelledError:
-            is_cancelled = True
-    for task in tasks:
-        if not task.cancelled():
-            task.exception()  # else asyncio reports that nothing looked at it
-    if is_cancelled:
-        raise asyncio.CancelledError
 
 
 class DocumentFinder:

@@ -13,6 +13,7 @@ from kvwire.errors import KvwireError, LinkBoundError
 from kvwire.reuse import selector_of
 from kvwire.runtime.reports import DEFAULT_SELECTOR, scan_of
 from kvwire.runtime.settings import AUTO, check_repair
+from kvwire.runtime.tasks import end_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -174,7 +175,7 @@ class LinkPlanner:
                 trouble = f"the report on links was not read, so this load goes without it: {error}"
                 return replace(_plan_of(self._settings, None, None, 0), trouble=trouble)
             finally:
-                reading.cancel()
+                await end_tasks([reading])
         if self._engine.can_repair or not self._plan.option or self._plan.is_wanted:
             return self._plan
         return replace(self._plan, trouble=_UNABLE, is_able=False)

@@ -18,10 +18,11 @@ from kvwire.errors import ArgumentError, KvwireError, MismatchError, StorageErro
 from kvwire.reuse import LinkedPrompt
 from kvwire.runtime.document import LEAST_PATIENCE_S, opening_troubles
 from kvwire.runtime.execute import Executor
-from kvwire.runtime.find import DocumentOpener, all_of
+from kvwire.runtime.find import DocumentOpener
 from kvwire.runtime.layouts import PlainLayout
 from kvwire.runtime.passes import PromptWorker
 from kvwire.runtime.repair import RepairContext, begin_repair, by_token
+from kvwire.runtime.tasks import all_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -23,7 +23,18 @@ def sized(
 ) -> Schema:
     """Fill in what a schema leaves open: lengths of modules, and slots given by their text.
 
-    texts: token ids of documents, which a load takes instead of the corpus's where they differ.
+    Args:
+        schema: As ``kvwire.reuse.read_schema`` reads it.
+        corpus: Tells the lengths of documents, and has their texts.
+        detokenize: The tokenizer's; needed for slots that are given by their text.
+        texts: Token ids of documents, as given to ``Loader.ask_schema``; the corpus is not asked for them.
+
+    Returns:
+        The schema with every length and slot in tokens.
+
+    Raises:
+        ArgumentError: A slot's text is not in its document exactly once, or ``detokenize`` is missing.
+        NotFoundError: A document is neither stored nor given.
     """
     return schema.with_modules(
         {
