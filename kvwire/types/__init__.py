@@ -6,13 +6,12 @@ from kvwire._lazy import lazy
 
 if TYPE_CHECKING:
     from kvwire.types.blob import BlobInfo, BlobPrefix, BlockDeviation, LevelInfo, SegmentInfo, SoftTokensName
-    from kvwire.types.cache import CacheMeta, KVCache, LayerSpec, Side, digest_tokens
+    from kvwire.types.cache import CacheMeta, KVCache, LayerSpec, RopeRegime, Side, digest_tokens
     from kvwire.types.chat import Chat, RenderedChat, Turn
     from kvwire.types.decision import ChunkId, Decision
     from kvwire.types.magic import SEALED_MAGIC, SHIFT_MAGIC, TEXT_MAGIC
     from kvwire.types.paged import PagedKVCache
     from kvwire.types.rates import RateTrace
-    from kvwire.types.rope import RopeRegime
 
 __all__ = [
     "SEALED_MAGIC",

@@ -7,6 +7,7 @@ finds an entry finds what it names, even while garbage is being collected. See `
 from __future__ import annotations
 
 import hashlib
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -16,8 +17,6 @@ from kvwire.errors import ArgumentError, CorruptError, KvwireError
 from kvwire.store.base import is_there
 from kvwire.store.catalog.announcements import wait_for_collectors
 from kvwire.store.catalog.blobs import Blobs, Texts
-from kvwire.store.catalog.grown import GrownDocuments
-from kvwire.store.catalog.kept import KeptRepairs
 from kvwire.store.catalog.objects import TenantObjects, refresh
 from kvwire.store.catalog.profiles import Models, Profiles
 from kvwire.store.key_kinds import read_entry
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 
     from kvwire.codec import AnyProfile
     from kvwire.store.base import Store
+    from kvwire.store.catalog.grown import GrownDocuments
+    from kvwire.store.catalog.kept import KeptRepairs
     from kvwire.store.catalog.objects import Config
     from kvwire.store.crypto.keyring import Keyring
 
@@ -53,8 +54,6 @@ class Catalog:
         texts: Token ids beside them.
         profiles: Profiles, and which one is in use.
         models: Model records, and what was measured of linked documents.
-        kept: Rows that repairs computed.
-        grown: Documents as they grow.
     """
 
     def __init__(
@@ -68,7 +67,20 @@ class Catalog:
         self.objects, self.store, self.tenant, self.keys = objects, objects.store, objects.tenant, objects.keys
         self.blobs, self.texts = Blobs(objects), Texts(objects)
         self.profiles, self.models = Profiles(objects), Models(objects)
-        self.kept, self.grown = KeptRepairs(objects, self.blobs), GrownDocuments(objects, self.blobs, self.texts)
+
+    @cached_property
+    def kept(self) -> KeptRepairs:
+        """Rows that repairs computed."""
+        from kvwire.store.catalog.kept import KeptRepairs
+
+        return KeptRepairs(self.objects, self.blobs)
+
+    @cached_property
+    def grown(self) -> GrownDocuments:
+        """Documents as they grow."""
+        from kvwire.store.catalog.grown import GrownDocuments
+
+        return GrownDocuments(self.objects, self.blobs, self.texts)
 
     @classmethod
     def _of(cls, objects: TenantObjects) -> Self:
