@@ -52,7 +52,7 @@ class BehindMemory:
 
 
 def until(holds):
-    give_up_at = time.monotonic() + 30
+    give_up_at = time.monotonic() + 120
     while not holds():
         assert time.monotonic() < give_up_at
         time.sleep(0.001)
