@@ -326,7 +326,7 @@ def test_a_flipped_segment_is_recomputed_and_said(small, reference):
 def test_a_damaged_segment_is_told_where_its_next_attempt_is_not_waited_for(small):
     corpus = small.corpus()
     _damage(corpus, small, _names(small)[0], "segment")
-    patient = FetchSettings(retries=1, backoff_s=60.0, max_backoff_s=60.0)
+    patient = FetchSettings(retries=1, backoff_s=10.0, max_backoff_s=10.0)
     answer = _ask(small, corpus, settings=replace(QUICK, quality_floor=4, fetch=patient))
     (miss,) = answer.misses
     assert "given up: " in miss

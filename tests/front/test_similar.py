@@ -335,7 +335,9 @@ def test_what_is_damaged_is_computed(small, texts, prompt, word, change):
         answers = [made.ask_prompt(prompt, reuse="donors", donors=donors) for donors in ((), ("donor",))]
     for answer in answers:
         assert mean_kl(full(small.engine, prompt), answer.logits[None]) < 3e-3
-    assert all(answer.misses for answer in answers) or word == "/donors/"
+    found, named = answers
+    assert found.misses or word == "/donors/"
+    assert named.misses or word in {"/donors/", "/tokens/"}  # which lead to donors that are not named
 
 
 def test_a_prompt_that_is_kept_serves_those_like_it(small, texts, prompt):
