@@ -285,7 +285,7 @@ class Starter:
 
     def _give_up(self, load: Load, doc: DocumentState, run: list[int], out: list[ev.Instruction]) -> None:
         """Cancel the fetches of neighbouring chunks, and recompute these at once."""
-        trouble = "the link is silent" if self._state.link.stalled else "the link became slow"
+        trouble = "nothing arrived for a while" if self._state.link.stalled else "its fetch became slow"
         for chunk in run:
             self._state.link.drop(doc.id(chunk))
             doc.lose(chunk, trouble, fetch=True)

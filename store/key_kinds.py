@@ -367,15 +367,12 @@ KINDS: tuple[KeyKind, ...] = (
     _entry("current profile", r"profile\.json", lambda s: s.current_profile,
            accept=lambda _, data: ProfilePointer.from_json(bytes(data)),
            names=lambda key, data: _profile(space_of(key), ProfilePointer.from_json(data).profile_digest),
-           is_verified=False,  # without it, a new profile is fitted
            advice="kvwire store rebuild writes it again"),
     _entry("link report", r"links\.json", lambda s: s.link_report,
            accept=lambda key, data: _report_names(key, bytes(data)), names=_report_names,
-           is_verified=False,  # without it, links count as not measured
            **_MEASURE),
     _entry("edit report", r"edits\.json", lambda s: s.edit_report,
            accept=lambda _, data: _edit_report(bytes(data)), names=lambda _, data: [*_edit_report(data)][:0],
-           is_verified=False,  # without it, edits count as not measured
            advice="run kvwire check-model --edits again"),
     _entry("kept repair", "kept/" + _FOLDED, lambda s: s.kept_repairs, KeySpace.kept_repair,
            digest="name", accept=_accept_kept, names=_kept_names,

@@ -257,6 +257,13 @@ class OpenDocument:
             return in_words(error)
         return trouble
 
+    def fault(self, chunk: int) -> str:
+        """What the last attempt at one of the load's chunks met that is still being fetched; empty if nothing."""
+        if self.fetcher is None or self.info is None:
+            return ""
+        faults, reads = self.fetcher.faults, self.reads(chunk, len(self.info.levels) - 1)
+        return next((in_words(faults[each.offset]) for each in reads if each.offset in faults), "")
+
     def plan_input(self, layers: int) -> ctl.DocumentPlanInput:
         """Facts for planning."""
         has_text = self.token_ids is not None and not self.has_unknown_holes and not self.found.ranges

@@ -130,7 +130,10 @@ class DonorSearch:
         entry = self._view.find(name)
         if entry.is_text:
             raise NotFoundError(f"{name!r} is kept as text, and has no rows to give; encode it first")
-        return Donor(entry, self._view.text(entry))
+        try:
+            return Donor(entry, self._view.text(entry))
+        except NotFoundError as error:  # its text is lost: a fault of the store, unlike a name that it does not have
+            raise CorruptError(str(error)) from error
 
     def _check(self, donor: Donor) -> BlobInfo | str:
         """A donor's header, or why it gives no rows."""

@@ -200,7 +200,8 @@ class Executor:
         if task:
             task.cancel()
         if chunk not in self._parts:
-            self.work.lose(chunk, f"given up: {reason}")
+            fault = self.work.documents[chunk.document].fault(chunk.chunk)
+            self.work.lose(chunk, f"given up: {reason}{fault and f'; its last attempt: {fault}'}")
 
     # Decoding.
 

@@ -282,6 +282,8 @@ class Loader:
 
         if reuse not in {None, "auto", "exact", "donors", "none"}:
             raise ArgumentError(f"reuse is auto, exact, donors or none, got {reuse!r}")
+        if isinstance(donors, str):
+            raise ArgumentError(f"donors are a sequence of names, got one text: [{donors!r}]?")
         if donors and reuse in {"exact", "none"}:
             raise ArgumentError(f"donors are named and not to be used: leave out reuse={reuse!r}")
         return Reusing(reuse or ("donors" if donors else ""), tuple(donors))

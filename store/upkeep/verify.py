@@ -149,14 +149,19 @@ class _Verifier:
             return kind.verify(reader, key_digest(key))
 
     def _check_entries(self, catalog: Catalog, space: KeySpace, kind: KeyKind, sound: set[bytes]) -> None:
+        is_sealed = bool(catalog.objects.secrets)
         keys = (listed.key for listed in self._part.scan(self._store, kind.prefix(space)))
+
+        def named_by(key: str, data: bytes) -> Sequence[ObjectRef]:
+            return _named(kind, key, data, is_sealed=is_sealed)
+
         for key, read in catalog.objects.read_each(keys):
             try:
                 if (data := read()) is None:
                     continue
-                named = _named(kind, key, data)
+                named = named_by(key, data)
             except CorruptError as error:
-                self._report(key, error, lambda key: _named(kind, key, catalog.objects.read(key) or b""))
+                self._report(key, error, lambda key: named_by(key, catalog.objects.read(key) or b""))
                 continue
             self._entries += 1
             for one in named:
@@ -194,9 +199,12 @@ def _is_damage(error: KvwireError) -> bool:
     return not isinstance(error, NotSealedError | FormatVersionError)
 
 
-def _named(kind: KeyKind, key: str, data: bytes) -> Sequence[ObjectRef]:
-    """What an entry names; raises CorruptError where it is damaged or of another key."""
-    if kind.accept is not None:
+def _named(kind: KeyKind, key: str, data: bytes, *, is_sealed: bool) -> Sequence[ObjectRef]:
+    """What an entry names; raises CorruptError where it is damaged or of another key.
+
+    A sealed entry opens under its own key alone, which only its tenant's secret may be able to make.
+    """
+    if kind.accept is not None and not is_sealed:
         kind.accept(key, data)
     return kind.names(key, data) if kind.names is not None else ()
 

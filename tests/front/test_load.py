@@ -323,6 +323,16 @@ def test_a_flipped_segment_is_recomputed_and_said(small, reference):
     assert reference.compare(small.engine, answer.prompt.cache)[0] < FINEST_KL
 
 
+def test_a_damaged_segment_is_told_where_its_next_attempt_is_not_waited_for(small):
+    corpus = small.corpus()
+    _damage(corpus, small, _names(small)[0], "segment")
+    patient = FetchSettings(retries=1, backoff_s=10.0, max_backoff_s=10.0)
+    answer = _ask(small, corpus, settings=replace(QUICK, quality_floor=4, fetch=patient))
+    (miss,) = answer.misses
+    assert "given up: " in miss
+    assert "CRC-32" in miss
+
+
 def test_a_blob_cut_behind_its_head_is_recomputed(small, reference):
     corpus = small.corpus()
     _damage(corpus, small, _names(small)[0], "cut")

@@ -107,6 +107,8 @@ def test_several_donors_serve_one_prompt(small, corpus, texts):
         assert dict(named.reused.donors) == {"donor": 300, "other": 300}  # the first is what it begins with
         with pytest.raises(NotFoundError):
             made.ask_prompt(prompt, donors=["nothing"])
+        with pytest.raises(ArgumentError, match="one text"):
+            made.ask_prompt(prompt, donors="other")
 
 
 def test_the_donor_with_the_fewest_holes_is_taken(small):
@@ -320,6 +322,7 @@ def damage(store, word, change):
         (".kvw", lambda store, key: store.put(key, store.get(key)[:-4000])),
         (".kvw", lambda store, key: store.put(key, store.get(key)[:3000] + bytes(len(store.get(key)) - 3000))),
         ("/texts/", lambda store, key: store.put(key, store.get(key)[:-8])),
+        ("/texts/", lambda store, key: store.delete(key)),
         ("/tokens/", lambda store, key: store.put(key, b"{")),
         ("/donors/", lambda store, key: store.delete(key)),
     ],
@@ -329,9 +332,12 @@ def test_what_is_damaged_is_computed(small, texts, prompt, word, change):
     corpus = stored(small, texts[0], store)
     damage(store, word, change)
     with loader(small.engine, corpus, **FINE) as made:
-        answer = made.ask_prompt(prompt, reuse="donors")
-    assert mean_kl(full(small.engine, prompt), answer.logits[None]) < 3e-3
-    assert answer.misses or word == "/donors/"
+        answers = [made.ask_prompt(prompt, reuse="donors", donors=donors) for donors in ((), ("donor",))]
+    for answer in answers:
+        assert mean_kl(full(small.engine, prompt), answer.logits[None]) < 3e-3
+    found, named = answers
+    assert found.misses or word == "/donors/"
+    assert named.misses or word in {"/donors/", "/tokens/"}  # which lead to donors that are not named
 
 
 def test_a_prompt_that_is_kept_serves_those_like_it(small, texts, prompt):

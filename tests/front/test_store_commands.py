@@ -220,7 +220,7 @@ def test_a_sound_store_is_verified(run, folder, content):
     assert code == 0
     assert found["damaged"] == []
     assert found["objects"] == sum(1 for key in content if "/catalog/" not in key)
-    assert found["entries"] == 4  # three documents and the model's record
+    assert found["entries"] == 5  # three documents, the model's record and the pointer to the profile
 
 
 def _flip(path, position):
@@ -246,6 +246,34 @@ def test_damage_anywhere_is_found_and_can_be_deleted(run, folder, content, kind,
     assert path.exists()
     assert run("verify", "--store", folder, "--delete-damaged")[0] == 4
     assert not path.exists()
+
+
+@pytest.mark.parametrize("name", ["profile.json", "links.json", "edits.json"])
+@pytest.mark.parametrize("data", [b"", b"no JSON", b"[]"])
+def test_a_damaged_pointer_or_report_is_found_and_can_be_deleted(run, folder, small, name, data):
+    with closing(FolderStore(folder)) as store:
+        space = next(Catalog(store).configurations())
+        key = f"{space.catalog}{name}"
+        store.put(key, data)
+        code, out, _ = run("verify", "--store", folder, "--json")
+        assert code == 4
+        assert [damage["key"] for damage in json.loads(out)["damaged"]] == [key]
+        assert run("verify", "--store", folder, "--delete-damaged")[0] == 4
+        assert list(store.keys(key)) == []
+        assert run("verify", "--store", folder)[0] == 0
+        if name == "profile.json":
+            assert run("rebuild", "--store", folder)[0] == 0
+            assert Catalog(store).profiles.current(space) == small.profile.digest
+
+
+def test_a_pointer_to_a_lost_profile_is_found(run, folder, content):
+    (profile,) = (key for key in content if key.endswith(".kvp"))
+    with closing(FolderStore(folder)) as store:
+        store.delete(profile)
+        found = json.loads(run("verify", "--store", folder, "--json")[1])["damaged"]
+    assert [damage["problem"] for damage in found if damage["key"].endswith("/profile.json")] == [
+        "the profile of the current profile is not there: kvwire store rebuild writes it again"
+    ]
 
 
 class Healing(StoreWrapper):
@@ -323,7 +351,7 @@ def test_entries_that_name_what_is_not_there_are_found(run, folder, small):
         path.unlink()
     code, _, err = run("verify", "--store", folder, "--delete-damaged")
     assert code == 4
-    assert err.count("is not there") == 3  # a blob, and the profile of two documents
+    assert err.count("is not there") == 4  # a blob, and the profile of two documents and of the pointer
     assert len(run("ls", "--store", folder)[1].splitlines()) == 3  # their texts answer for them
 
 

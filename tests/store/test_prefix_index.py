@@ -413,6 +413,16 @@ def test_tenants_and_models_have_indexes_of_their_own(catalog, index, store):
     assert PrefixIndex(catalog, CONFIG, "sglang:16").longest(IDS) is None
 
 
+def test_sealed_entries_are_sound(store):
+    catalog = Catalog(store, keyring=Keyring([bytes(32)]))
+    index = PrefixIndex(catalog, CONFIG, "kvwire:16")
+    index.write(add(catalog, "a", IDS[:100]), IDS[:100])
+    found = verify_store(store, [catalog], delete_damaged=True)
+    assert found.entries > 6
+    assert [damage for damage in found.damaged if "/prefix/" in damage.key] == []
+    assert index.longest(IDS).tokens == 100
+
+
 def test_the_names_of_sealed_entries_cannot_be_guessed(store):
     keyring = Keyring([bytes(32)])
     catalog = Catalog(store, keyring=keyring)

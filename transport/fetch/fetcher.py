@@ -32,6 +32,7 @@ class BlobFetcher:
 
     Attributes:
         counts: What has been done so far.
+        faults: What the last attempt at a segment met, by its offset, until it comes.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class BlobFetcher:
         self._next_is_local = False
         self._source.on_local = self._mark_local
         self.counts = FetchCounts()
+        self.faults: dict[int, KvwireError] = {}
 
     @property
     def url(self) -> str:
@@ -143,7 +145,7 @@ class BlobFetcher:
                 missing.append(segment)
             else:
                 at_hand.append(FetchedSegment(segment, data))
-        hooks = FetchHooks(self._check, self._received, self._rng.random, self._sleep)
+        hooks = FetchHooks(self._check, self._received, self._rng.random, self._sleep, self.faults)
         run = FetchRun(self._source, self._settings, self._meter, self.counts, hooks, deadline)
         try:
             run.start(missing)

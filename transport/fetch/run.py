@@ -94,12 +94,16 @@ class _Attempt:
 
 
 class FetchHooks(NamedTuple):
-    """What a run asks of its fetcher: content of a segment, bytes counted, a number from 0 to 1, a wait."""
+    """What a run asks of its fetcher: content of a segment, bytes counted, a number from 0 to 1, a wait.
+
+    faults: what the last attempt at a segment met, by its offset, until it comes.
+    """
 
     check: Callable[[SegmentInfo, bytes], bytes]
     received: Callable[[Transfer, int], None]
     jitter: Callable[[], float]
     sleep: Callable[[float], Awaitable[object]]
+    faults: dict[int, KvwireError]
 
 
 class _SupersededError(KvwireError):
@@ -123,7 +127,7 @@ class FetchRun:
         self._settings = settings
         self._meter = meter
         self._counts = counts
-        self._check, self._received, self._jitter, self._sleep = hooks
+        self._check, self._received, self._jitter, self._sleep, self._faults = hooks
         self._deadline = deadline
         self._wants: list[Want] = []
         self._queue: deque[Range[Want]] = deque()
@@ -277,6 +281,7 @@ class FetchRun:
             return
         want.done = True
         want.parts.clear()
+        self._faults.pop(segment.offset, None)
         self._counts.used_bytes += segment.stored
         elapsed_s = transfer.last_at - transfer.asked_at
         first_byte_s = transfer.first_byte_s or 0.0
@@ -315,6 +320,7 @@ class FetchRun:
         settings = self._settings
         by_failures: dict[int, list[WantedRange[Want]]] = {}
         for piece in pieces:
+            self._faults[piece.tag.segment.offset] = error
             by_failures.setdefault(piece.tag.fail(piece), []).append(piece)
         for failed, group in by_failures.items():
             delay_s = settings.backoff(failed, self._jitter(), error)
