@@ -9,7 +9,7 @@ from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from kvwire.errors import ArgumentError, NotFoundError
+from kvwire.errors import ArgumentError, NotFoundError, StorageError
 from kvwire.runtime.kept import bases
 from kvwire.store import check_new_name, read_ahead
 from kvwire.store.prefix.index import opening_of
@@ -191,7 +191,11 @@ def salt_of(
 def entries_of(corpus: Corpus, names: Iterable[str]) -> list[CatalogEntry | None]:
     """Look documents up, several at a time where the store is far; None for one that is not in the catalog."""
     reads = read_ahead(corpus.catalog.store, names, partial(_entry, corpus))
-    return [read() for _, read in reads]
+    entries = [read() for _, read in reads]
+    if None in entries and corpus.catalog.models.get(corpus.meta.config_digest()) is None:  # no document is missing
+        msg = f"{corpus.catalog.store.url} has no more the record of this model: mount it again, or encode documents"
+        raise StorageError(msg)
+    return entries
 
 
 def _entry(corpus: Corpus, name: str) -> CatalogEntry | None:

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvwire.errors import ArgumentError, KvwireError
+from kvwire.errors import ArgumentError, AuthError, KvwireError
 from kvwire.runtime.threads import DaemonThreads
 
 from .matching import match_documents, match_prefix
@@ -30,6 +30,8 @@ _LOOK_UPS = 8
 """Threads that ask the catalog; more requests wait for these."""
 _FAILURES = 3
 """So many failures in a row pause the store: one may be an object's, three are the store's."""
+_OF_STORES = (AuthError, OSError)
+"""Others are of one request or one document, and say nothing of the store."""
 _LOG = logging.getLogger("kvwire.vllm")
 
 
@@ -287,7 +289,8 @@ class ConnectorScheduler:
         try:
             matched = state.looking.result()
         except Exception as error:  # noqa: BLE001 - vLLM's scheduler would end with it
-            self._failed()
+            if isinstance(error, _OF_STORES):
+                self._failed()
             state.report["trouble"] = (
                 str(error) if isinstance(error, KvwireError) else f"{type(error).__name__}: {error}"
             )

@@ -247,6 +247,35 @@ def test_a_store_that_fails_again_and_again_is_left_alone_for_a_while(told, monk
         assert ask("well again") == (150, "")
 
 
+def test_bad_requests_do_not_have_the_store_left_alone(halves, told):
+    """Names that no document can have, and a document whose entry is damaged: others are loaded as before."""
+    key = next(key for key in told.corpus.catalog.store.keys("") if "/catalog/doc/" in key)
+    entry = told.corpus.catalog.store.get(key)
+    for name in ["x" * 5000] * 3:
+        bad = halves.body("a") | {"kv_transfer_params": {"kvwire": {"documents": [name], "level": 1}}}
+        assert "1 to 4096 characters" in halves.load(bad)[2]["trouble"]
+    bodies = [halves.body(name) for name in "abc"]
+    told.corpus.catalog.store.put(key, entry[:-9])
+    said = [halves.load(body)[2] for body in [*(body for body in bodies for _ in range(3)), *bodies]]
+    assert sum("is not valid JSON" in each.get("trouble", "") for each in said) == 4
+    assert sum(each.get("loaded_tokens", 0) > 0 for each in said) == 8
+
+
+def test_a_store_that_is_away_is_no_store_without_documents(halves, told):
+    body, away = halves.body("ab"), told.root.with_name("away")
+    told.root.rename(away)
+    for is_mount in (False, True):  # a place to mount it at may stay
+        if is_mount:
+            told.root.mkdir()
+        _, _, said, promised = halves.load(body)
+        assert promised == 0
+        assert "no more the record of this model: mount it again" in said["trouble"]
+        assert "refused" not in said
+    told.root.rmdir()
+    away.rename(told.root)
+    assert halves.load(body)[2]["lost_tokens"] == 0
+
+
 @pytest.mark.parametrize(("token_s", "loaded"), [(0.0, 0), (10.0, 150)])
 def test_what_would_be_lost_is_waited_for_as_long_as_computing_it_takes(told, token_s, loaded):
     body = request_body(told.corpus, Choice(("a",), deadline_s=0.1), QUESTION)

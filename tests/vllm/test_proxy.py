@@ -25,9 +25,10 @@ from kvwire.engines.vllm.proxy import bodies
 from kvwire.engines.vllm.proxy.outcome_socket import OutcomeSender
 from kvwire.engines.vllm.proxy.placeholders import RequestError
 from kvwire.engines.vllm.proxy.streaming import EventStream
-from kvwire.errors import ArgumentError, AuthError
+from kvwire.errors import ArgumentError, AuthError, StorageError
 from kvwire.reuse import link
 from kvwire.runtime.corpus import Corpus, Document
+from kvwire.store.catalog.profiles import Profiles
 from kvwire.types import Chat, Turn
 from kvwire.vllm import BodyMaker, Choice, ProxySettings, VllmProxy, Wanted, chat_body, request_salt
 
@@ -510,6 +511,36 @@ def test_a_store_that_hangs_costs_the_request_alone(proxied, monkeypatch):
             stuck.set()
 
     run(work)
+
+
+def test_a_store_that_is_away_costs_requests_their_prefixes_and_no_answers(maker, monkeypatch, caplog):
+    """The proxy asks for prefixes by itself; vLLM computes the prompt, and its connector says why."""
+
+    def fails(*_):
+        raise StorageError("the connection failed")
+
+    made, plain = maker(prefix=True, save=True), turns("Why?")
+    monkeypatch.setattr(Profiles, "current", fails)
+    prepared = made.prepare(plain, is_chat=True)
+    assert (prepared.kind, asked(prepared)) == ("prefix", {"prefix": True, "save": True, "level": 2})
+    assert "cache_salt" not in prepared.body
+    assert made.prepare(plain | {"cache_salt": "mine"}, is_chat=True).body["cache_salt"] == "mine"
+    assert "without its prefix: the connection failed" in caplog.text
+
+
+def test_why_a_store_fails_stands_in_the_log(proxied, monkeypatch, caplog):
+    def fails(*_):
+        raise StorageError("no bucket of that name")
+
+    async def work():
+        async with proxied() as (_, client, url):
+            monkeypatch.setattr(Corpus, "find", fails)
+            status, error = await refused(client, url)
+            assert (status, error["code"]) == (503, "store_unavailable")
+            assert "bucket" not in error["message"]
+
+    run(work)
+    assert "the store of documents failed: try again later (no bucket of that name)" in caplog.text
 
 
 def test_more_requests_than_allowed_are_told_to_come_back(proxied):

@@ -295,7 +295,7 @@ class VllmProxy:
         status, code, message, param = _shaped(error, self._settings)
         if status >= 500:  # noqa: PLR2004 - ours or vLLM's fault
             self._metrics.failed(code)
-            _LOG.warning("request %s: %s", run.request_id, message)
+            _LOG.warning("request %s: %s", run.request_id, message if str(error) in message else f"{message} ({error})")
         if status == 500:  # noqa: PLR2004
             _LOG.exception("request %s failed", run.request_id, exc_info=error)
         if run.response is None or not run.response.prepared:

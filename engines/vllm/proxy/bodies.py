@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from kvwire.engines.transformers.chat import Script, read_around, render_template
-from kvwire.errors import ArgumentError, NotFoundError
+from kvwire.errors import ArgumentError, KvwireError, NotFoundError
 from kvwire.runtime.combinations import Combination
 from kvwire.store.recent import Recent
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 Kind: TypeAlias = Literal["documents", "prefix", "plain"]
 Load: TypeAlias = Literal["linked", "first", "kept"]
+_LOG = logging.getLogger("kvwire.proxy")
 _MOST_TOKENS = 1 << 22
 """Of documents whose texts are remembered: about 40 bytes each."""
 _QUALITY = ("level", "deadline_s", "objective")
@@ -169,9 +171,14 @@ class BodyMaker:
             more: dict[str, Any] = {} if asked else {"prefix": True} | ({"save": True} if self._wanted.save else {})
             choice = self._read(asked | more)
             made = body | {"kv_transfer_params": given | {PARAMS: choice.params()}}
-            if choice.mode == "prefix":
-                return Prepared(made | {"cache_salt": self._salted(body, request_salt(self._corpus, choice))}, "prefix")
-            return Prepared(made)
+            if choice.mode != "prefix":
+                return Prepared(made)
+            try:
+                salt = request_salt(self._corpus, choice)
+            except KvwireError as error:  # vLLM computes all of it, and its answer says why
+                _LOG.warning("a request is served without its prefix: %s", error)
+                return Prepared(made, "prefix")
+            return Prepared(made | {"cache_salt": self._salted(body, salt)}, "prefix")
         return Prepared(body)
 
     def _read(self, asked: Mapping[str, Any]) -> Choice:
