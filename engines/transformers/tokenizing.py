@@ -65,6 +65,9 @@ class PieceTokenizer:
 
     def __call__(self, text: str, place: Place = "middle", trust: Trust = "document") -> list[int]:
         """Tokenise a piece of a prompt."""
+        if place not in {"first", "middle", "last"} or trust not in {"document", "frame"}:
+            msg = f"place is first, middle or last, and trust document or frame; got {place!r} and {trust!r}"
+            raise ArgumentError(msg)
         text = text.removeprefix(_BOM)
         check_unicode(text)
         with no_panics():

@@ -118,6 +118,9 @@ class LoadSettings:
     def __post_init__(self) -> None:
         """Refuse invalid ways of repair, and quality bounds of exact loads."""
         check_max_kl(self.max_kl)
+        for name, level in (("quality_floor", self.quality_floor), ("quality_ceiling", self.quality_ceiling)):
+            if level is not None and level < 0:
+                raise ArgumentError(f"{name} is the number of a level, 0 or more, got {level}")
         if self.exact and (self.quality_floor is not None or self.quality_ceiling is not None):
             raise ArgumentError("an exact load takes lossless levels alone: leave out the floor and the ceiling")
         if self.first_tokens is not None and (self.first_tokens < 1 or self.layout or self.keep_repairs):

@@ -165,6 +165,12 @@ def test_control_tokens_that_rules_make_are_taken_apart(text):
     assert "".join(tokenizer.convert_ids_to_tokens(ids)) == text.replace("{", "<").replace("}", ">")
 
 
+@pytest.mark.parametrize("wrong", [{"place": "start"}, {"trust": "system"}])
+def test_places_and_authors_that_there_are_not_are_refused(wrong):
+    with pytest.raises(ArgumentError, match="place is first, middle or last, and trust document or frame"):
+        PieceTokenizer(MADE["bytes"])("a", **wrong)
+
+
 def test_a_byte_order_mark_is_no_text():
     read = PieceTokenizer(MADE["bytes"])
     assert read("\ufeffThe dog") == read("The dog")

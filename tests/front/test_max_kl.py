@@ -124,6 +124,12 @@ def test_what_cannot_be_a_divergence_is_refused(wrong):
         LoadSettings(max_kl=wrong)
 
 
+@pytest.mark.parametrize("name", ["quality_floor", "quality_ceiling"])
+def test_levels_below_the_first_are_refused(name):
+    with pytest.raises(ArgumentError, match=f"{name} is the number of a level, 0 or more, got -1"):
+        LoadSettings(**{name: -1})
+
+
 def test_trouble_in_words(small, store):
     corpus = Corpus(small.engine, store)
     info = corpus.read_header(corpus.find(next(iter(small.tokens))))
