@@ -237,6 +237,27 @@ def predicted_kl(error: float, curve: tuple[float, float], factors: KlFactors = 
     return kl * math.exp(float(np.interp(math.log(error), errors, logs)))
 
 
+def error_of_kl(kl: float, curve: tuple[float, float], factors: KlFactors = ()) -> float:
+    """Find the error that causes a KL divergence; the inverse of ``predicted_kl``.
+
+    Args:
+        kl: In nats, at least 0.
+        curve: See ``predicted_kl``.
+        factors: See ``predicted_kl``.
+
+    Returns:
+        The squared error, as blobs have it.
+    """
+    scale, exponent = curve
+    known = [(predicted_kl(error, curve, factors), error, factor) for error, factor in factors]
+    if not known or not known[0][0] < kl < known[-1][0]:  # beyond the factors' ends, or without any
+        factor = (known[0] if known and kl <= known[0][0] else known[-1])[2] if known else 1.0
+        error: float = (kl / scale / factor) ** (1 / exponent)
+        return error
+    kls, errors, _ = np.log(np.array(known)).T
+    return math.exp(float(np.interp(math.log(kl), kls, errors)))
+
+
 def deviation_to_json(deviation: BlockDeviation | None) -> list[Any] | None:
     """Write deviations as they are stored."""
     return None if deviation is None else [deviation.block, base64.b64encode(deviation.codes).decode()]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.codec import Ladder, encode, fit_profile, inspect, predicted_kl
+from kvwire.codec import Ladder, encode, error_of_kl, fit_profile, inspect, predicted_kl
 
 from .synthetic import make_cache
 
@@ -33,6 +33,19 @@ def test_factors_are_interpolated_in_logarithms(error, scale, exponent, factors)
     pairs = tuple(sorted(factors.items()))
     expected = naive(error, (scale, exponent), pairs)
     assert predicted_kl(error, (scale, exponent), pairs) == pytest.approx(expected, rel=1e-6)
+
+
+@given(positive, positive, st.floats(0.5, 2), st.dictionaries(st.floats(1e-3, 1e3), st.floats(0.1, 10), max_size=5))
+def test_an_error_is_found_by_its_divergence(error, scale, exponent, factors):
+    """Of curves that never fall with errors, as calibration makes them."""
+    pairs, top = [], 0.0
+    for at, factor in sorted(factors.items()):
+        top = max(1.01 * top, factor * at**exponent)
+        pairs.append((at, top / at**exponent))
+    kl = predicted_kl(error, (scale, exponent), pairs)
+    found = error_of_kl(kl, (scale, exponent), pairs)
+    assert predicted_kl(found, (scale, exponent), pairs) == pytest.approx(kl, rel=1e-6)
+    assert error_of_kl(0.0, (scale, exponent), pairs) == 0.0
 
 
 def test_no_error_loses_nothing_and_too_large_ones_are_infinite():
