@@ -12,7 +12,7 @@ from kvwire.store import FolderStore
 MOST_ENTERED, MOST_IMPORTED = 140, 206
 """Modules of kvwire in which a function runs, and that are imported, for one ``kvwire ask``.
 
-Entered are 137 to 140: it depends on what is fetched and what recomputed."""
+Entered are 135 to 138: it depends on what is fetched and what recomputed."""
 
 WATCH = """
 import json, sys, threading
