@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -71,14 +71,14 @@ class Transform:
             sums.append(total)
             large.append(self._project(centred, group, part))
             if group.metric and group.rank < group.width:
-                weighed.append((group, part, _energies(centred[sampled], group.metric)))
+                weighed.append((group, part, centred[sampled]))
         if self._halved:
             self._repeat(torch.stack(large).cpu(), parts, start, hidden)  # the host waits
-        missing = [energy - _kept_energies(part[sampled], group) for group, part, energy in weighed]
+        missing = [_left_out(rest, part[sampled], group) for group, part, rest in weighed]
         dropped = torch.zeros(len(spans), dtype=torch.float64, device=self._known.device)
         if missing:
             chunks = torch.split(torch.stack(missing) * weights, lengths, 1)
-            dropped = torch.stack([chunk.sum(1).clamp(min=0).sum() for chunk in chunks])
+            dropped = torch.stack([chunk.sum() for chunk in chunks])
         return Analysed(out, torch.stack(sums), dropped)
 
     def _sampled(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor, list[int]]:
@@ -168,10 +168,13 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _BFLOAT16_SINCE
 
 
-def _kept_energies(coefficients: Tensor, group: DeviceGroup) -> Tensor:
-    """``kept_energies`` on a device."""
-    known = coefficients if group.gram is None else coefficients @ group.gram
-    return (known * coefficients).sum(1, dtype=torch.float64)
+def _left_out(centred: Tensor, coefficients: Tensor, group: DeviceGroup) -> Tensor:
+    """``left_out`` on a device; changes the elements."""
+    if group.scales is not None:
+        centred[:, : coefficients.shape[1]] -= coefficients * group.scales[: coefficients.shape[1]]
+    else:
+        centred.addmm_(coefficients, cast("Tensor", group.rows).float(), alpha=-1)
+    return _energies(centred, group.metric)
 
 
 def _energies(centred: Tensor, metric: tuple[Tensor, ...]) -> Tensor:

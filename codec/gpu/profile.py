@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from kvwire.codec.profile.group import solve, weighted
+from kvwire.codec.profile.group import solve
 from kvwire.codec.transform.analysis import variances_of
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class DeviceGroup:
         """``Group.analysis``, computed on the device; the identity has none."""
         if self._device.type == "cpu":
             return cast("Tensor", self._group.analysis)
-        made, _ = solve(cast("Tensor", self.rows).float(), self.metric)
+        made = solve(cast("Tensor", self.rows).float(), self.metric)
         torch.cuda.synchronize(self._device)  # other threads read it from their own streams
         return made
 
@@ -78,17 +78,6 @@ class DeviceGroup:
     def halved_analysis(self) -> Tensor:
         """``analysis`` in bfloat16."""
         made = self.analysis.bfloat16()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return made
-
-    @cached_property
-    def gram(self) -> Tensor | None:
-        """``Group.gram``, computed on the device; None for the identity."""
-        if self.rows is None:
-            return None
-        synthesis = self.rows.float()
-        made = synthesis @ weighted(synthesis, self.metric)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return made

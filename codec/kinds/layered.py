@@ -65,7 +65,6 @@ class LayeredEncoder(LevelEncoder):
         for group in self._text.profile.groups:
             halved = group.rows is not None and fast_bfloat16()
             _ = group.halved_analysis if halved else group.analysis, group.metric_runs
-            _ = group.gram if group.metric and group.rank < group.width and not group.is_identity else None
         return super().encode_all(spans, threads)
 
     def encode(self, start: int, stop: int) -> list[EncodedSegment]:

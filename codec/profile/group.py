@@ -144,13 +144,11 @@ class Solution:
         rows: The group's rows.
         metric: The group's metric.
         analysis: See ``Group.analysis``.
-        gram: See ``Group.gram``.
     """
 
     rows: torch.Tensor
     metric: tuple[NDArray[np.float32], ...]
     analysis: torch.Tensor
-    gram: torch.Tensor
 
     def is_of(self, rows: torch.Tensor, metric: tuple[NDArray[np.float32], ...]) -> bool:
         """Return whether rows and metric are the same memory as these."""
@@ -256,17 +254,12 @@ class Group:
         return None if self.synthesis is None else self._solution.analysis
 
     @property
-    def gram(self) -> torch.Tensor:
-        """float32 ``[rank, rank]``, the rows' Gram matrix in the metric, no longer the unit matrix after rounding."""
-        return self._solution.gram  # not for the identity
-
-    @property
     def _solution(self) -> Solution:
         """The solution for these rows and this metric, computed once for all copies of the group."""
         known, rows = self.solved.get("solution"), cast("torch.Tensor", self.rows)
         if known is None or not known.is_of(rows, self.metric):
             found = solve(cast("torch.Tensor", self.synthesis), tuple(map(torch.from_numpy, self.metric)))
-            known = self.solved["solution"] = Solution(rows, self.metric, *found)
+            known = self.solved["solution"] = Solution(rows, self.metric, found)
         return known
 
     @cached_property
@@ -284,8 +277,8 @@ class Group:
         return cast("torch.Tensor", self.analysis).bfloat16()  # not for the identity
 
 
-def solve(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ``Group.analysis`` and ``Group.gram`` on the device of the input.
+def solve(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Compute ``Group.analysis`` on the device of the input.
 
     Rows rounded by a fit stay nearly orthonormal: float32 then loses no more than storing the result and takes half the
     time. Others take float64.
@@ -295,8 +288,8 @@ def solve(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> tuple[to
     factor, failed_at = torch.linalg.cholesky_ex(gram)
     diagonal = factor.diagonal()
     if int(failed_at) or (len(gram) and bool(diagonal.amin() < MIN_DIAGONAL_RATIO * diagonal.amax())):
-        return solve_precisely(synthesis, metric), gram
-    return torch.cholesky_solve(dual.T, factor).T.contiguous(), gram
+        return solve_precisely(synthesis, metric)
+    return torch.cholesky_solve(dual.T, factor).T.contiguous()
 
 
 def solve_precisely(synthesis: torch.Tensor, metric: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -149,8 +149,7 @@ def analyse(
         coefficients = _project(centred, group, step if halved else None)
         parts.append(coefficients.numpy())
         if weighs and group.metric and group.rank < group.width:
-            missing = metric_energies(centred[sampled], group) - kept_energies(coefficients[sampled], group)
-            dropped += max(0.0, float(missing @ weights))
+            dropped += float(left_out(centred[sampled], coefficients[sampled], group) @ weights)
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1), dropped
 
 
@@ -260,13 +259,17 @@ def _project(centred: Tensor, group: Group, halved_step: float | None) -> Tensor
     return out
 
 
-def kept_energies(coefficients: Tensor, group: Group) -> Tensor:
-    """Squared length, in a group's metric, of what each token's coefficients stand for, float64 ``[tokens]``.
+def left_out(centred: Tensor, coefficients: Tensor, group: Group) -> Tensor:
+    """Squared distance, in a group's metric, of tokens from what their coefficients give, float64 ``[tokens]``.
 
-    The sum of squares is too inexact: rounded rows are not quite orthonormal, and the energy left out is tiny.
+    A difference of energies is too inexact: what is left out is tiny, and bfloat16 products round more than that.
     """
-    known = coefficients if group.is_identity else coefficients @ group.gram
-    return (known * coefficients).sum(1, dtype=torch.float64)
+    if group.is_identity:
+        rest = centred.clone()
+        rest[:, : coefficients.shape[1]] -= coefficients * torch.from_numpy(group.scales)[: coefficients.shape[1]]
+    else:
+        rest = torch.addmm(centred, coefficients, group.first_synthesis(coefficients.shape[1]), alpha=-1)
+    return metric_energies(rest, group)
 
 
 def metric_energies(centred: Tensor, group: Group) -> Tensor:

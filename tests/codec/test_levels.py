@@ -15,7 +15,7 @@ from kvwire.codec.transform.analysis import (
     FIRST_TOKENS,
     centre_planes,
     gather_planes,
-    kept_energies,
+    left_out,
     metric_energies,
     sample,
 )
@@ -83,10 +83,23 @@ def test_what_has_no_coefficients_is_told_from_what_has(seed):
     elements = torch.from_numpy(10 * rng.standard_normal((9, 4))).float() @ rows.float()
     elements += torch.from_numpy(rng.standard_normal((9, 12))).float()
     coefficients = elements @ group.analysis
-    left_out = metric_energies(elements - coefficients @ rows.float(), group).sum()
-    kept = kept_energies(coefficients, group).sum()
-    assert float(metric_energies(elements, group).sum() - kept) == pytest.approx(float(left_out), rel=1e-2)
-    assert float(kept) != pytest.approx(energy_of(coefficients.numpy()), rel=1e-2)
+    rest = (elements - coefficients @ rows.float()).double().view(9, 2, 6)
+    naive = torch.einsum("thd,hde,the->t", rest, torch.from_numpy(metric).double(), rest)
+    assert left_out(elements, coefficients, group).numpy() == pytest.approx(naive.numpy(), rel=1e-3)
+
+
+def test_rounded_products_leave_no_more_out_than_they_round():
+    """The energy of rounded coefficients differs by more than all that has none."""
+    rng = np.random.default_rng(1)
+    rows = torch.from_numpy(np.linalg.qr(rng.standard_normal((12, 12)))[0][:10]).bfloat16()
+    group = Group((), np.zeros(12, np.float32), np.zeros(10, np.int16), rows=rows, metric=(np.ones(12, np.float32),))
+    elements = torch.from_numpy(100 * rng.standard_normal((500, 10))).float() @ rows.float()
+    elements += 0.1 * torch.from_numpy(rng.standard_normal((500, 12))).float()
+    exact, rounded = elements @ group.analysis, (elements.bfloat16() @ group.halved_analysis).float()
+    energy = float(left_out(elements, exact, group).sum())
+    assert energy == pytest.approx(500 * 2 * 0.1**2, rel=0.2)
+    noise = float((rounded - exact).square().sum())
+    assert float(left_out(elements, rounded, group).sum()) == pytest.approx(energy + noise, rel=0.05)
 
 
 @given(st.integers(0, 600), st.integers(1, 300))
