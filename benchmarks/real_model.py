@@ -69,7 +69,16 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--name", default="", help="what the model is called in the results; its folder's name otherwise"
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.profile and not args.predicted:
+        parser.error("--profile goes with --predicted: all else is measured with a profile that is fitted here")
+    return args
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What the results say that they were measured with."""
+    return {"model": args.name or args.model.resolve().name, "seed": args.seed, "windows": args.windows,
+            "context_tokens": CONTEXT, "calibration_tokens": args.calibration * CONTEXT}  # fmt: skip
 
 
 def texts_of(
@@ -204,10 +213,11 @@ def predicted(engine: TransformersEngine, ids: list[int], profile: Profile) -> I
         yield {**point.__dict__, "predicted": level.predicted_kl}
 
 
-def measure_predictions(engine: TransformersEngine, profile: Profile, kinds: dict[str, Any], out: Path) -> None:
+def measure_predictions(
+    engine: TransformersEngine, profile: Profile, kinds: dict[str, Any], saved: dict[str, Any]
+) -> None:
     """Measure the predictions anew and put them into saved results."""
-    saved, points = json.loads(out.read_text(encoding="utf-8")), []
-    results = saved["results"]
+    results, points = saved["results"], []
     for kind, windows in kinds.items():
         mine = [point for ids in tqdm(windows, desc=kind, disable=None) for point in predicted(engine, ids, profile)]
         results["kinds"][kind] |= over_measured(mine)
@@ -215,18 +225,21 @@ def measure_predictions(engine: TransformersEngine, profile: Profile, kinds: dic
         points += mine
     results["kinds"]["all"] |= over_measured(points)
     results["bits_commit"] = results.get("bits_commit", saved["machine"].get("commit", ""))
-    write_json(out, "real_model", saved["settings"], results)
 
 
 def main() -> None:
     """Fit, measure, print, save."""
     args = options()
+    saved = json.loads(args.out.read_text(encoding="utf-8")) if args.predicted else {}
+    if saved and saved["settings"] != settings_of(args):
+        raise SystemExit(f"{args.out} was measured with {saved['settings']}, not {settings_of(args)}: give the same")
     engine = kvwire.open_engine(args.model, dtype=torch.float32)
     texts, kinds = texts_of(engine, args)
     if args.predicted:
         made = kvwire.Profile.from_bytes(args.profile.read_bytes()) if args.profile else None
         profile = made or fitted_profile(engine, texts, args.calibration)[0]
-        measure_predictions(engine, profile, kinds, args.out)
+        measure_predictions(engine, profile, kinds, saved)
+        write_json(args.out, "real_model", saved["settings"], saved["results"])
         return
     profile, seconds = fitted_profile(engine, texts, args.calibration)
     print(f"fit: {seconds}; profile {len(profile.data) / 1e6:.1f} MB", flush=True)
@@ -245,11 +258,9 @@ def main() -> None:
     print("four documents linked, against the same linked exactly:", {k: f"{kl:.2e}" for k, kl in together.items()})
     speed = speeds(engine, kinds[NOVEL][0], profile)
     print("over prefill:", {name: round(each, 3) for name, each in speed.items()}, flush=True)
-    settings = {"model": args.name or args.model.resolve().name, "seed": args.seed, "windows": args.windows,
-                "context_tokens": CONTEXT, "calibration_tokens": args.calibration * CONTEXT}  # fmt: skip
     results = {"fit": seconds, "profile_bytes": len(profile.data), "kinds": found, "linked_windows": len(rows),
                "linked_kl": together, "over_prefill": speed}  # fmt: skip
-    write_json(args.out, "real_model", settings, results)
+    write_json(args.out, "real_model", settings_of(args), results)
 
 
 def report(kind: str, points: list[dict[str, Any]]) -> dict[str, Any]:

@@ -192,10 +192,16 @@ def entries_of(corpus: Corpus, names: Iterable[str]) -> list[CatalogEntry | None
     """Look documents up, several at a time where the store is far; None for one that is not in the catalog."""
     reads = read_ahead(corpus.catalog.store, names, partial(_entry, corpus))
     entries = [read() for _, read in reads]
-    if None in entries and corpus.catalog.models.get(corpus.meta.config_digest()) is None:  # no document is missing
-        msg = f"{corpus.catalog.store.url} has no more the record of this model: mount it again, or encode documents"
-        raise StorageError(msg)
+    if None in entries:
+        _check_record(corpus)
     return entries
+
+
+def _check_record(corpus: Corpus) -> None:
+    """Raise StorageError where the store is away, unmounted or emptied: then nothing in particular is missing."""
+    if corpus.catalog.models.get(corpus.meta.config_digest()) is None:
+        msg = f"{corpus.catalog.store.url} no longer has the record of this model: mount it again, or encode documents"
+        raise StorageError(msg)
 
 
 def _entry(corpus: Corpus, name: str) -> CatalogEntry | None:
@@ -243,6 +249,7 @@ def request_salt(corpus: Corpus, choice: Choice, prompt: Sequence[int] = ()) -> 
     Raises:
         NotFoundError: A document is not in the catalog, or a repair is asked for and none is kept.
         ArgumentError: A document has no such level.
+        StorageError: A prefix is asked for, and the store no longer has the model's record.
     """
     entries = [corpus.find(name) for name in choice.documents]
     if missing := missing_level(entries, choice.level):
@@ -259,7 +266,10 @@ def request_salt(corpus: Corpus, choice: Choice, prompt: Sequence[int] = ()) -> 
 
 def current_profile_digest(corpus: Corpus) -> str:
     """Digest of the profile that a corpus encodes with; empty where it has none yet."""
-    return corpus.catalog.profiles.current(corpus.meta.config_digest()) or ""
+    found = corpus.catalog.profiles.current(corpus.meta.config_digest())
+    if found is None:
+        _check_record(corpus)
+    return found or ""
 
 
 def _opening(corpus: Corpus, documents: Sequence[CatalogEntry]) -> tuple[int, ...]:

@@ -262,7 +262,7 @@ class OpenDocument:
         if self.fetcher is None or self.info is None:
             return ""
         faults, reads = self.fetcher.faults, self.reads(chunk, len(self.info.levels) - 1)
-        return next((in_words(faults[each.offset]) for each in reads if each.offset in faults), "")
+        return next((faults[each.offset] for each in reads if each.offset in faults), "")
 
     def plan_input(self, layers: int) -> ctl.DocumentPlanInput:
         """Facts for planning."""

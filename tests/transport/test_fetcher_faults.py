@@ -1,11 +1,15 @@
 """Servers that die in mid-answer, lie about ranges, flip bits, stall or send 500s."""
 
+import gc
 import random
+import weakref
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
 from kvwire.errors import AuthError, CorruptError, NotFoundError, StorageError
+from kvwire.store import MemoryStore
 from kvwire.transport import (
     HttpSource,
     ReadTimeouts,
@@ -13,10 +17,11 @@ from kvwire.transport import (
     SegmentCorruptError,
     SegmentStorageError,
     StalledError,
+    StoreSource,
     read_object,
 )
 
-from .conftest import HEAD, behind_the_head, everything, fetched, outcome
+from .conftest import HEAD, KEY, behind_the_head, everything, fetched, outcome
 
 
 def first_time(fault, at=1):
@@ -71,6 +76,7 @@ async def test_a_flipped_bit_costs_that_segment_alone(blob, unsteady):
 
     async with unsteady(plan) as (server, fetcher):
         good = await fetched(fetcher, blob)
+        assert not fetcher.faults
     hit = [a for s, a in good.items() if s.offset <= 200_000 < s.end]
     assert [a.attempts for a in hit] == [2]
     assert hit[0].wire_bytes == 2 * hit[0].segment.stored
@@ -104,6 +110,7 @@ async def test_rot_on_the_servers_side_is_corrupt_and_bounded(blob, unsteady):
         info = await fetcher.open()
         good, bad = await outcome(fetcher, behind_the_head(info))
     ((segment, error),) = bad.items()
+    assert fetcher.faults == {segment.offset: f"the CRC-32 of bytes {segment.offset} to {segment.end} is wrong"}
     assert segment.offset <= 200_000 < segment.end
     assert isinstance(error, SegmentCorruptError)
     assert isinstance(error, CorruptError)
@@ -111,6 +118,24 @@ async def test_rot_on_the_servers_side_is_corrupt_and_bounded(blob, unsteady):
     assert f"chunk {segment.chunk}, level {segment.level}" in str(error)
     assert sum(start <= 200_000 < end for start, end in server.requests) == 4
     assert len(good) == len(behind_the_head(info)) - 1
+
+
+async def test_a_fetcher_that_met_damage_goes_at_once(blob, fetcher_for):
+    """What it met keeps neither it nor a segment's bytes until Python collects garbage."""
+    rotten = bytearray(blob)
+    rotten[200_000] ^= 1
+    with closing(MemoryStore()) as store:
+        store.put(KEY, bytes(rotten))
+        gc.disable()
+        try:
+            async with fetcher_for(StoreSource(store, KEY)) as fetcher:
+                _, bad = await outcome(fetcher, behind_the_head(await fetcher.open()))
+            assert len(bad) == 1
+            known = weakref.ref(fetcher)
+            del fetcher, bad
+            assert known() is None
+        finally:
+            gc.enable()
 
 
 async def test_a_spot_that_always_fails_takes_no_neighbour_along(unsteady):

@@ -13,7 +13,7 @@ import torch
 from kvwire.engines.vllm.opening import ConnectorSettings, check_version, log_as_vllm
 from kvwire.engines.vllm.outcomes import LoadOutcome, RequestOutcome
 from kvwire.engines.vllm.scheduling import ConnectorScheduler, names_documents
-from kvwire.errors import ArgumentError, NotFoundError
+from kvwire.errors import ArgumentError, NotFoundError, StorageError
 from kvwire.reuse import link
 from kvwire.runtime.corpus import Coding, Corpus, Document
 from kvwire.runtime.reports import LinkReport
@@ -261,19 +261,24 @@ def test_bad_requests_do_not_have_the_store_left_alone(halves, told):
     assert sum(each.get("loaded_tokens", 0) > 0 for each in said) == 8
 
 
-def test_a_store_that_is_away_is_no_store_without_documents(halves, told):
-    body, away = halves.body("ab"), told.root.with_name("away")
-    told.root.rename(away)
-    for is_mount in (False, True):  # a place to mount it at may stay
-        if is_mount:
-            told.root.mkdir()
-        _, _, said, promised = halves.load(body)
-        assert promised == 0
-        assert "no more the record of this model: mount it again" in said["trouble"]
-        assert "refused" not in said
-    told.root.rmdir()
-    away.rename(told.root)
-    assert halves.load(body)[2]["lost_tokens"] == 0
+def test_a_store_that_is_away_is_no_store_without_documents(told):
+    away, prefix = told.root.with_name("away"), Choice(prefix=True, level=1)
+    with closing(Halves(told, pause_s=0.0)) as halves:
+        asked = [halves.body("ab"), request_body(told.corpus, prefix, [*told.tokens["a"], *QUESTION])]
+        told.root.rename(away)
+        for is_mount in (False, True):  # a place to mount it at may stay
+            if is_mount:
+                told.root.mkdir()
+            for body in asked:
+                _, _, said, promised = halves.load(body)
+                assert promised == 0
+                assert "no longer has the record of this model: mount it again" in said["trouble"]
+                assert "refused" not in said
+            with pytest.raises(StorageError, match="mount it again"):
+                request_salt(told.corpus, prefix)
+        told.root.rmdir()
+        away.rename(told.root)
+        assert halves.load(asked[0])[2]["lost_tokens"] == 0
 
 
 @pytest.mark.parametrize(("token_s", "loaded"), [(0.0, 0), (10.0, 150)])

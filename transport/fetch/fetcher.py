@@ -32,7 +32,7 @@ class BlobFetcher:
 
     Attributes:
         counts: What has been done so far.
-        faults: What the last attempt at a segment met, by its offset, until it comes.
+        faults: What the last failed attempt at a segment met, in words, by its offset; none once it has come.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class BlobFetcher:
         self._next_is_local = False
         self._source.on_local = self._mark_local
         self.counts = FetchCounts()
-        self.faults: dict[int, KvwireError] = {}
+        self.faults: dict[int, str] = {}
 
     @property
     def url(self) -> str:

@@ -96,14 +96,14 @@ class _Attempt:
 class FetchHooks(NamedTuple):
     """What a run asks of its fetcher: content of a segment, bytes counted, a number from 0 to 1, a wait.
 
-    faults: what the last attempt at a segment met, by its offset, until it comes.
+    faults: see ``BlobFetcher``; words, since errors would keep the bytes alive that they were raised over.
     """
 
     check: Callable[[SegmentInfo, bytes], bytes]
     received: Callable[[Transfer, int], None]
     jitter: Callable[[], float]
     sleep: Callable[[float], Awaitable[object]]
-    faults: dict[int, KvwireError]
+    faults: dict[int, str]
 
 
 class _SupersededError(KvwireError):
@@ -320,7 +320,7 @@ class FetchRun:
         settings = self._settings
         by_failures: dict[int, list[WantedRange[Want]]] = {}
         for piece in pieces:
-            self._faults[piece.tag.segment.offset] = error
+            self._faults[piece.tag.segment.offset] = str(error)
             by_failures.setdefault(piece.tag.fail(piece), []).append(piece)
         for failed, group in by_failures.items():
             delay_s = settings.backoff(failed, self._jitter(), error)
