@@ -96,7 +96,7 @@ def test_an_engine_that_is_quick_computes_the_text(small, store):
     found = {(decision.action, decision.level) for decision in answer.decisions}
     assert ("recompute", None) in found
     assert found <= {("recompute", None), ("fetch", 5)}  # one chunk may try the link
-    assert all(miss.endswith("given up: its fetch became slow") for miss in answer.misses)  # and be given up
+    assert all("given up: " in miss for miss in answer.misses)  # and be given up
     assert answer.error == 0.0
 
 
