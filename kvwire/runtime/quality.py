@@ -122,7 +122,7 @@ def _factors(points: Sequence[_Point], scale: float, slope: float) -> tuple[tupl
         found[float(errors.mean())] = float(np.quantile(kls - slope * errors, _QUANTILE)) - scale
     at, apart = np.array(sorted(found.items())).T
     apart = np.maximum.accumulate(slope * at + apart) - slope * at
-    apart[-1] = max(apart[-1], 0.0)  # little text may flatter the coarsest level, which loads would then take
+    apart = np.maximum(apart, 0.0)  # little text may flatter a level, which loads would then take
     pairs = zip(np.exp(at), np.exp(np.clip(apart, -_MOST_APART, _MOST_APART)), strict=True)
     return tuple((float(error), float(factor)) for error, factor in pairs)
 

@@ -83,9 +83,8 @@ def test_the_calibration_meets_each_level_that_it_measured(engine, corpus):
     (point, *others) = _points(engine, profile, ids, None, None)
     for each in (point, *others):
         expected = predicted_kl(each.errors[each.level], profile.error_to_kl, profile.kl_factors)
-        is_coarsest = each.level == 0  # which is never expected to lose less than by the law
-        assert expected >= 0.999 * each.kl if is_coarsest else expected == pytest.approx(each.kl, rel=1e-3)
-    assert profile.kl_factors[-1][1] >= 1
+        assert expected >= 0.999 * each.kl
+    assert min(factor for _, factor in profile.kl_factors) >= 1
 
 
 def test_caches_alone_give_a_profile_that_is_not_calibrated_before_an_engine_is_there(engine):
