@@ -8,12 +8,10 @@ tokens raw, which takes the attention sinks out of its way, and has its bits all
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,24 +59,11 @@ def options() -> argparse.Namespace:
     add_common_options(parser, "real_model")
     parser.add_argument("--windows", type=int, default=4, help="of each kind of text")
     parser.add_argument("--linked", type=int, default=4, help="windows of each kind that are linked of four documents")
-    parser.add_argument(
-        "--predicted", action="store_true", help="only what blobs predict, beside the saved bits of --out"
-    )
-    parser.add_argument("--profile", type=Path, help="of an earlier run; else one is fitted")
     parser.add_argument("--calibration", type=int, default=12, help=f"texts of {CONTEXT} tokens to fit on")
     parser.add_argument(
         "--name", default="", help="what the model is called in the results; its folder's name otherwise"
     )
-    args = parser.parse_args()
-    if args.profile and not args.predicted:
-        parser.error("--profile goes with --predicted: all else is measured with a profile that is fitted here")
-    return args
-
-
-def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What the results say that they were measured with."""
-    return {"model": args.name or args.model.resolve().name, "seed": args.seed, "windows": args.windows,
-            "context_tokens": CONTEXT, "calibration_tokens": args.calibration * CONTEXT}  # fmt: skip
+    return parser.parse_args()
 
 
 def texts_of(
@@ -182,19 +167,13 @@ def codings(cache: KVCache, profile: Profile, sides: dict[float, Any]) -> Iterat
     yield Coding(RELEASED, RELEASED, size, decoded)
 
 
-def read_on(engine: TransformersEngine, ids: list[int]) -> tuple[KVCache, Exact]:
-    """A window's cache, and what the model makes of the tokens behind it."""
-    (cache,) = engine.prefill([ids[:CONTEXT]])
-    fed = ids[CONTEXT:-1]
-    logits = predictions(engine, cache, fed, CONTEXT)
-    return cache, Exact(logits, fed, torch.tensor(ids[CONTEXT + 1 :])[:, None], CONTEXT)
-
-
 def measure_window(
     engine: TransformersEngine, ids: list[int], profile: Profile, sides: dict[float, Any]
 ) -> Iterator[dict[str, Any]]:
     """Every codec on one window, and what kvwire's blobs predict."""
-    cache, exact = read_on(engine, ids)
+    (cache,) = engine.prefill([ids[:CONTEXT]])
+    fed = ids[CONTEXT:-1]
+    exact = Exact(predictions(engine, cache, fed, CONTEXT), fed, torch.tensor(ids[CONTEXT + 1 :])[:, None], CONTEXT)
     told = {level.name: level.predicted_kl for level in kvwire.inspect(kvwire.encode(cache, profile)).levels}
     elements = CONTEXT * cache.meta.elements_per_token
     for coding in codings(cache, profile, sides):
@@ -203,44 +182,11 @@ def measure_window(
         yield {**point.__dict__, "family": coding.family, "predicted": predicted}
 
 
-def predicted(engine: TransformersEngine, ids: list[int], profile: Profile) -> Iterator[dict[str, Any]]:
-    """The levels alone on one window: divergence predicted and measured."""
-    cache, exact = read_on(engine, ids)
-    blob = kvwire.encode(cache, profile)
-    for index, level in enumerate(kvwire.inspect(blob).levels):
-        decoded = kvwire.decode(blob, index, profile, dtype=torch.float32)
-        point = compare(engine, exact, decoded, f"{OWN} {level.name}", level.bits_per_element)
-        yield {**point.__dict__, "predicted": level.predicted_kl}
-
-
-def measure_predictions(
-    engine: TransformersEngine, profile: Profile, kinds: dict[str, Any], saved: dict[str, Any]
-) -> None:
-    """Measure the predictions anew and put them into saved results."""
-    results, points = saved["results"], []
-    for kind, windows in kinds.items():
-        mine = [point for ids in tqdm(windows, desc=kind, disable=None) for point in predicted(engine, ids, profile)]
-        results["kinds"][kind] |= over_measured(mine)
-        print(kind, results["kinds"][kind]["predicted_over_measured_by_level"], flush=True)
-        points += mine
-    results["kinds"]["all"] |= over_measured(points)
-    results["bits_commit"] = results.get("bits_commit", saved["machine"].get("commit", ""))
-
-
 def main() -> None:
     """Fit, measure, print, save."""
     args = options()
-    saved = json.loads(args.out.read_text(encoding="utf-8")) if args.predicted else {}
-    if saved and saved["settings"] != settings_of(args):
-        raise SystemExit(f"{args.out} was measured with {saved['settings']}, not {settings_of(args)}: give the same")
     engine = kvwire.open_engine(args.model, dtype=torch.float32)
     texts, kinds = texts_of(engine, args)
-    if args.predicted:
-        made = kvwire.Profile.from_bytes(args.profile.read_bytes()) if args.profile else None
-        profile = made or fitted_profile(engine, texts, args.calibration)[0]
-        measure_predictions(engine, profile, kinds, saved)
-        write_json(args.out, "real_model", saved["settings"], saved["results"])
-        return
     profile, seconds = fitted_profile(engine, texts, args.calibration)
     print(f"fit: {seconds}; profile {len(profile.data) / 1e6:.1f} MB", flush=True)
     sides = kvtc.fit(kvtc.calibrate(engine.prefill([ids[:CONTEXT] for ids in texts[: args.calibration]])), BUDGETS)
@@ -258,9 +204,11 @@ def main() -> None:
     print("four documents linked, against the same linked exactly:", {k: f"{kl:.2e}" for k, kl in together.items()})
     speed = speeds(engine, kinds[NOVEL][0], profile)
     print("over prefill:", {name: round(each, 3) for name, each in speed.items()}, flush=True)
+    settings = {"model": args.name or args.model.resolve().name, "seed": args.seed, "windows": args.windows,
+                "context_tokens": CONTEXT, "calibration_tokens": args.calibration * CONTEXT}  # fmt: skip
     results = {"fit": seconds, "profile_bytes": len(profile.data), "kinds": found, "linked_windows": len(rows),
                "linked_kl": together, "over_prefill": speed}  # fmt: skip
-    write_json(args.out, "real_model", settings_of(args), results)
+    write_json(args.out, "real_model", settings, results)
 
 
 def report(kind: str, points: list[dict[str, Any]]) -> dict[str, Any]:
@@ -277,27 +225,15 @@ def report(kind: str, points: list[dict[str, Any]]) -> dict[str, Any]:
     released = figures[RELEASED]
     own = bits_at(mine, released["kl"]["mean"])
     print(f"of CacheGen as released at its KL: {own / released['bits_per_element']['mean'] if own else None}")
-    ratios = over_measured(points)
-    told = {name: round(ratio, 2) for name, ratio in ratios["predicted_over_measured_by_level"].items()}
-    print("predicted over measured KL:", told, flush=True)
+    apart = [p["predicted"] / p["kl"] for p in points if p["predicted"] and p["kl"] > 0]
+    predicted: dict[str, list[float]] = {}
+    for point in points:
+        if point["predicted"]:
+            predicted.setdefault(point["codec"], []).append(point["predicted"])
+    ratios = {name: statistics.fmean(each) / figures[name]["kl"]["mean"] for name, each in predicted.items()}
+    print("predicted over measured KL:", {name: round(ratio, 2) for name, ratio in ratios.items()}, flush=True)
     return {"codecs": figures, "bits_at": at, "released_ratio": own and own / released["bits_per_element"]["mean"],
-            **ratios}  # fmt: skip
-
-
-def over_measured(points: list[dict[str, Any]]) -> dict[str, Any]:
-    """Predicted over measured divergence: of each window and level, and of the means by level."""
-    known = [point for point in points if point["predicted"] and point["kl"] > 0]
-    levels: dict[str, list[dict[str, Any]]] = {}
-    for point in known:
-        levels.setdefault(point["codec"], []).append(point)
-    means = {
-        name: statistics.fmean(p["predicted"] for p in mine) / statistics.fmean(p["kl"] for p in mine)
-        for name, mine in levels.items()
-    }
-    return {
-        "predicted_over_measured": sorted(point["predicted"] / point["kl"] for point in known),
-        "predicted_over_measured_by_level": means,
-    }
+            "predicted_over_measured": sorted(apart), "predicted_over_measured_by_level": ratios}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from kvwire.codec.fitting.statistics import Statistics
     from kvwire.codec.format.codecs import DEFAULT_METHOD, error_of_method, methods
     from kvwire.codec.format.container import read_header
-    from kvwire.codec.format.metadata_json import error_of_kl, predicted_kl
     from kvwire.codec.format.texts import pack_text, read_text, read_text_documents
     from kvwire.codec.gpu.streams import Pending, StreamEvent
     from kvwire.codec.kinds.base import LevelKind, kind_of_method, read_profile
@@ -56,7 +55,6 @@ __all__ = [
     "StreamEvent",
     "decode",
     "encode",
-    "error_of_kl",
     "error_of_method",
     "fit_cachegen_profile",
     "fit_profile",
@@ -70,7 +68,6 @@ __all__ = [
     "planes_of",
     "positions_off",
     "positions_on",
-    "predicted_kl",
     "read_header",
     "read_profile",
     "read_text",

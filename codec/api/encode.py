@@ -119,7 +119,6 @@ def encode(  # noqa: PLR0913 - what a blob may hold
             segments=[list(chain.from_iterable(of_kinds)) for of_kinds in zip(*coded, strict=True)],
             prefix_layers=encoders[0].prefix_layers,
             error_to_kl=encoders[0].error_to_kl,
-            kl_factors=encoders[0].kl_factors,
             kept=cache.kept,
             deviation=deviation,
             neutral_prefix=tuple(neutral_prefix),
@@ -204,6 +203,5 @@ def trial_blob(cache: KVCache, profile: AnyProfile | None = None, *, hidden: Ten
             segments=segments,
             prefix_layers=encoder.prefix_layers,
             error_to_kl=encoder.error_to_kl,
-            kl_factors=encoder.kl_factors,
         )
     )

@@ -76,8 +76,7 @@ def moved_by(profile: Profile, classes: int, rank_cut: float) -> Profile:
         notes[ERROR_NOTE + name] = factor**2 * math.exp(at)
     old = profile.error_to_kl
     curve = None if old is None else (old[0] / factor ** (2 * old[1]), old[1])
-    factors = tuple((error * factor**2, known) for error, known in profile.kl_factors)
-    return replace(profile, groups=groups, error_to_kl=curve, kl_factors=factors, notes=notes)
+    return replace(profile, groups=groups, error_to_kl=curve, notes=notes)
 
 
 def _moved(group: Group, classes: int, factor: float, narrowest: float) -> Group:

@@ -46,7 +46,6 @@ from kvwire.codec.format.metadata_json import (
     deviation_of,
     elements_per_token,
     meta_from_json,
-    predicted_kl,
     unpack_json,
 )
 from kvwire.errors import CorruptError, FormatVersionError, TruncatedError
@@ -319,7 +318,7 @@ def _level_infos(
         cumulative = (fields.header_bytes if level.independent else below) + size
         below = cumulative
         error = _mean_error(column, chunk_tokens)
-        kl = _predicted_kl(error, metadata)
+        kl = None if metadata.error_to_kl is None else _predicted_kl(error, *metadata.error_to_kl)
         bits = 8.0 * cumulative / (fields.tokens * elements_of_token)
         kinds = (level.independent, level.lossless)
         out.append(LevelInfo(level.name, level.step, size, cumulative, bits, error, *kinds, kl))
@@ -330,11 +329,12 @@ def _level_infos(
     return tuple(out)
 
 
-def _predicted_kl(error: float, metadata: BlobMetadata) -> float | None:
-    """The KL divergence expected of an error, None where it was not measured; raises CorruptError where infinite."""
-    if metadata.error_to_kl is None:
-        return None
-    kl = predicted_kl(error, metadata.error_to_kl, metadata.kl_factors)
+def _predicted_kl(error: float, scale: float, exponent: float) -> float:
+    """Return ``scale * error^exponent``; raises CorruptError where it is infinite."""
+    try:
+        kl: float = scale * error**exponent
+    except OverflowError:
+        kl = math.inf
     if kl == math.inf:
         msg = "the blob's errors and their calibration are impossible together; fetch the blob's header again"
         raise CorruptError(msg)

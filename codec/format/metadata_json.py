@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 from dataclasses import asdict
 from typing import Annotated, Any, Protocol, TypeAlias
 
@@ -32,18 +31,12 @@ MAX_WIDTH = 1 << 23
 """Most elements for one token in all layers: several times those of the widest models without shared heads."""
 _STEEPEST = 8.0
 """Largest exponent of ``error_to_kl``."""
-_LARGEST_FACTOR = 1024.0
-"""Largest factor of ``kl_factors``, and one over the smallest."""
 _SHORT = 6
 """Fields of a layer row that omits ``value_rope`` (None) and ``key_rope_start`` (0)."""
 _Count: TypeAlias = Annotated[int, Meta(ge=0)]
 _Size: TypeAlias = Annotated[int, Meta(gt=0, lt=1 << 32)]
 _TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 ErrorToKl: TypeAlias = tuple[Annotated[float, Meta(gt=0)], Annotated[float, Meta(gt=0, le=_STEEPEST)]]
-KlFactors: TypeAlias = Annotated[
-    tuple[tuple[Annotated[float, Meta(gt=0)], Annotated[float, Meta(ge=1 / _LARGEST_FACTOR, le=_LARGEST_FACTOR)]], ...],
-    Meta(max_length=MAX_LEVELS),
-]
 PrefixName: TypeAlias = tuple[_Size, Sha256, str]
 """Of the tokens before a part of a document: their number and digest, and the name of a document that has them."""
 
@@ -58,7 +51,6 @@ class BlobMetadata(msgspec.Struct):
     levels: Any = None
     soft_tokens: Any = None
     error_to_kl: ErrorToKl | None = None
-    kl_factors: KlFactors = ()
     offset: Annotated[int, Meta(ge=-_MAX_OFFSET, le=_MAX_OFFSET)] | None = None
     context_level: Annotated[int, Meta(ge=0, lt=MAX_LEVELS)] | None = None
     deviation: tuple[Annotated[int, Meta(ge=1, le=_MAX_BLOCK)], str] | None = None
@@ -67,10 +59,6 @@ class BlobMetadata(msgspec.Struct):
     prefix: PrefixName | None = None
     sinks: Annotated[list[tuple[_Count, _Size]], Meta(min_length=1, max_length=MAX_SINKS)] | None = None
     beginning: _Count = 0
-
-    def __post_init__(self) -> None:
-        """Refuse factors out of order."""
-        check_kl_factors(self.kl_factors)
 
 
 def pack_json(value: object) -> tuple[bytes, int]:
@@ -196,66 +184,6 @@ def error_to_kl_from_json(raw: Any) -> tuple[float, float] | None:  # noqa: ANN4
     except msgspec.ValidationError as error:
         raise ValueError(f"error_to_kl: {error}") from error
     return found
-
-
-def kl_factors_from_json(raw: Any) -> KlFactors:  # noqa: ANN401 - JSON
-    """Read ``Profile.kl_factors``."""
-    try:
-        found: KlFactors = msgspec.convert(raw, KlFactors)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"kl_factors: {error}") from error
-    check_kl_factors(found)
-    return found
-
-
-def check_kl_factors(factors: KlFactors) -> None:
-    """Raise ValueError unless the errors ascend and are finite."""
-    errors = [error for error, _ in factors]
-    if errors != sorted(set(errors)) or math.inf in errors:
-        raise ValueError("kl_factors: their errors do not ascend")
-
-
-def predicted_kl(error: float, curve: tuple[float, float], factors: KlFactors = ()) -> float:
-    """Predict the KL divergence that a blob's error causes.
-
-    Args:
-        error: A level's squared error, as blobs have it.
-        curve: ``(a, b)`` of ``a * error^b``; see ``Profile.error_to_kl``.
-        factors: Pairs of an error, ascending, and a factor on it; see ``Profile.kl_factors``.
-
-    Returns:
-        Mean KL divergence of the next token, in nats; infinite where it is too large for a float.
-    """
-    scale, exponent = curve
-    try:
-        kl: float = scale * error**exponent
-    except OverflowError:
-        return math.inf
-    if not factors or not error:
-        return kl
-    errors, logs = np.log(np.array(factors)).T
-    return kl * math.exp(float(np.interp(math.log(error), errors, logs)))
-
-
-def error_of_kl(kl: float, curve: tuple[float, float], factors: KlFactors = ()) -> float:
-    """Find the error that causes a KL divergence; the inverse of ``predicted_kl``.
-
-    Args:
-        kl: In nats, at least 0.
-        curve: See ``predicted_kl``.
-        factors: See ``predicted_kl``.
-
-    Returns:
-        The squared error, as blobs have it.
-    """
-    scale, exponent = curve
-    known = [(predicted_kl(error, curve, factors), error, factor) for error, factor in factors]
-    if not known or not known[0][0] < kl < known[-1][0]:  # beyond the factors' ends, or without any
-        factor = (known[0] if known and kl <= known[0][0] else known[-1])[2] if known else 1.0
-        error: float = (kl / scale / factor) ** (1 / exponent)
-        return error
-    kls, errors, _ = np.log(np.array(known)).T
-    return math.exp(float(np.interp(math.log(kl), kls, errors)))
 
 
 def deviation_to_json(deviation: BlockDeviation | None) -> list[Any] | None:

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvwire.codec.format.header import Kept, Level
-    from kvwire.codec.format.metadata_json import KlFactors
     from kvwire.types import BlobPrefix, BlockDeviation, CacheMeta, SoftTokensName
 
 _LARGEST_ERROR = 1e38
@@ -92,7 +91,6 @@ class Draft:
     segments: Sequence[Sequence[EncodedSegment]]
     prefix_layers: int = 0
     error_to_kl: tuple[float, float] | None = None
-    kl_factors: KlFactors = ()
     kept: Kept | None = None
     deviation: BlockDeviation | None = None
     neutral_prefix: tuple[int, ...] = ()
@@ -170,8 +168,6 @@ def _optional_fields(draft: Draft) -> dict[str, Any]:
         fields["sinks"] = [[at, len(frame)] for at, frame in draft.sinks.items()]
     if draft.beginning:
         fields["beginning"] = len(draft.beginning)
-    if draft.kl_factors:
-        fields["kl_factors"] = draft.kl_factors
     if draft.context_level is not None:
         fields["context_level"] = draft.context_level
     return fields

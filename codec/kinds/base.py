@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvwire.codec.format.header import Level
-    from kvwire.codec.format.metadata_json import KlFactors
     from kvwire.codec.format.pack import EncodedSegment
     from kvwire.codec.format.segment import ChunkSegments
     from kvwire.codec.gpu.streams import Pending
@@ -40,7 +39,6 @@ class LevelEncoder(ABC):
         sinks: Stored bytes of each attention sink by token index, ascending.
         beginning: Stored bytes of the first token for a document that begins a prompt; empty for none.
         error_to_kl: The profile's ``(a, b)`` of ``KL = a * error^b``, or None.
-        kl_factors: The profile's factors on it, as pairs of an error and a factor.
     """
 
     levels: tuple[Level, ...] = ()
@@ -50,7 +48,6 @@ class LevelEncoder(ABC):
     sinks: Mapping[int, bytes] = MappingProxyType({})
     beginning = b""
     error_to_kl: tuple[float, float] | None = None
-    kl_factors: KlFactors = ()
 
     @abstractmethod
     def encode(self, start: int, stop: int) -> list[EncodedSegment]:

@@ -34,7 +34,6 @@ class CacheGenEncoder(LevelEncoder):
         names = profile.level_names[: cast("int | None", levels)]
         self.levels = tuple(Level(name, codec=CODEC_CACHEGEN) for name in names)
         self.profile_digest, self.error_to_kl = profile.digest, profile.error_to_kl
-        self.kl_factors = profile.kl_factors
         self._cache, self._profile = request.cache, profile
 
     def encode(self, start: int, stop: int) -> list[EncodedSegment]:

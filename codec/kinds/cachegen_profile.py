@@ -13,19 +13,12 @@ from kvwire.codec.backend import Side, plane_width, planes_of
 from kvwire.codec.entropy.range_coder import are_valid
 from kvwire.codec.format.arrays import pack_arrays, typed, unpack_arrays
 from kvwire.codec.format.codecs import CODEC_CACHEGEN, CODECS, MAX_LEVELS
-from kvwire.codec.format.metadata_json import (
-    check_model,
-    error_to_kl_from_json,
-    kl_factors_from_json,
-    layers_from_json,
-    layers_to_json,
-)
+from kvwire.codec.format.metadata_json import check_model, error_to_kl_from_json, layers_from_json, layers_to_json
 from kvwire.errors import CorruptError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvwire.codec.format.metadata_json import KlFactors
     from kvwire.types import CacheMeta, LayerSpec
 
 MAGIC = CODECS[CODEC_CACHEGEN].profile_magic
@@ -75,8 +68,6 @@ class CacheGenProfile:
         deltas: uint16 ``[levels, channels, 64]``, frequencies of deltas' symbols; symbol 0 is the escape.
         notes: Notes of the fit.
         error_to_kl: ``(a, b)`` of ``KL = a * error^b``, measured at calibration; None where it was not.
-        kl_factors: Pairs of an error, ascending, and a factor on that power law, interpolated in logarithms between
-            them and constant beyond.
     """
 
     model_id: str
@@ -88,7 +79,6 @@ class CacheGenProfile:
     deltas: NDArray[np.uint16]
     notes: dict[str, str | int | float] = field(default_factory=dict)
     error_to_kl: tuple[float, float] | None = None
-    kl_factors: KlFactors = ()
 
     @property
     def codec(self) -> int:
@@ -152,8 +142,6 @@ class CacheGenProfile:
         }
         if self.error_to_kl is not None:
             head["error_to_kl"] = list(self.error_to_kl)
-        if self.kl_factors:
-            head["kl_factors"] = self.kl_factors
         return pack_arrays(MAGIC, head, {"units": self.units, "anchors": self.anchors, "deltas": self.deltas})
 
     @property
@@ -193,7 +181,6 @@ class CacheGenProfile:
                 typed(arrays["deltas"], "u2"),
                 dict(head["notes"]),
                 error_to_kl_from_json(head.get("error_to_kl")),
-                kl_factors_from_json(head.get("kl_factors", ())),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CorruptError(f"the CacheGen profile's description is damaged ({error}); fetch it again") from error

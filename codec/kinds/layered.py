@@ -53,7 +53,6 @@ class LayeredEncoder(LevelEncoder):
         self.profile_digest = "" if profile is None else used.digest
         self.profile_bytes = used.data if profile is None else b""
         self.prefix_layers, self.error_to_kl = used.prefix_layers, used.error_to_kl
-        self.kl_factors = used.kl_factors
         self._cache, self._ladder = cache, ladder
         self._text = TextPredictor(used, cache.tokens, cache.token_ids, request.hidden)
         self.sinks = find_sinks(cache, self._text)

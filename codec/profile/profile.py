@@ -20,13 +20,7 @@ from kvwire.codec.backend import plane_width, planes_of
 from kvwire.codec.entropy.tables import Tables
 from kvwire.codec.format.arrays import describe, pack_arrays, typed, unpack_arrays
 from kvwire.codec.format.codecs import CODEC_LAYERED, CODECS
-from kvwire.codec.format.metadata_json import (
-    check_model,
-    error_to_kl_from_json,
-    kl_factors_from_json,
-    layers_from_json,
-    layers_to_json,
-)
+from kvwire.codec.format.metadata_json import check_model, error_to_kl_from_json, layers_from_json, layers_to_json
 from kvwire.codec.profile.group import ROWS_BYTES, Expectations
 from kvwire.codec.profile.stored import arrays_of, group_of
 from kvwire.errors import CorruptError
@@ -38,7 +32,6 @@ if TYPE_CHECKING:
 
     from kvwire.codec.backend import Plane
     from kvwire.codec.format.arrays import Arrays
-    from kvwire.codec.format.metadata_json import KlFactors
     from kvwire.codec.profile.group import Group
     from kvwire.types import CacheMeta, LayerSpec
 
@@ -77,8 +70,6 @@ class Profile:
         prefix_layers: Number of the model's first layers whose output predicts the rest; 0 for none.
         hidden_size: Width of that output; 0 for none.
         error_to_kl: ``(a, b)`` of ``KL = a * error^b``, measured at calibration; None where it was not.
-        kl_factors: Pairs of an error, ascending, and a factor on that power law, interpolated in logarithms between
-            them and constant beyond.
     """
 
     model_id: str
@@ -91,7 +82,6 @@ class Profile:
     prefix_layers: int = 0
     hidden_size: int = 0
     error_to_kl: tuple[float, float] | None = None
-    kl_factors: KlFactors = ()
 
     @property
     def codec(self) -> int:
@@ -172,8 +162,6 @@ class Profile:
             "error_to_kl": None if self.error_to_kl is None else list(self.error_to_kl),
             "notes": self.notes,
         }
-        if self.kl_factors:
-            head["kl_factors"] = self.kl_factors
         return pack_arrays(MAGIC, head, arrays, packed=packed, sections=_sections(arrays) if packed else ())
 
     @cached_property
@@ -228,7 +216,6 @@ class Profile:
                 _count(head["head_start"]),
                 _count(head["hidden_size"]),
                 error_to_kl_from_json(head["error_to_kl"]),
-                kl_factors_from_json(head.get("kl_factors", ())),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CorruptError(f"the profile's description is damaged ({error}); fetch it again") from error

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
-from kvwire.codec import ERROR_NOTE, CacheGenProfile, Profile, kind_of_method, methods, predicted_kl
+from kvwire.codec import ERROR_NOTE, CacheGenProfile, Profile, kind_of_method, methods
 from kvwire.errors import ArgumentError
 from kvwire.offline.pipeline import prepare_profile
 from kvwire.runtime.coding import LEAST_TOKENS
@@ -112,10 +112,15 @@ def _levels(profile: Profile | CacheGenProfile) -> Iterator[ProfileLevel]:
     sound = ((float(error), note) for error, note in noted if _is_number(error) and error >= 0)
     for error, note in sorted(sound)[::-1]:
         if math.isfinite(error):
-            curve = profile.error_to_kl
-            kl = None if curve is None else predicted_kl(error, curve, profile.kl_factors)
-            yield ProfileLevel(note.removeprefix(ERROR_NOTE), error, kl)
+            yield ProfileLevel(note.removeprefix(ERROR_NOTE), error, _kl(profile.error_to_kl, error))
 
 
 def _is_number(noted: object) -> TypeGuard[int | float]:
     return isinstance(noted, int | float) and not isinstance(noted, bool)
+
+
+def _kl(curve: tuple[float, float] | None, error: float) -> float | None:
+    try:
+        return None if curve is None else curve[0] * error ** curve[1]
+    except (OverflowError, ZeroDivisionError):
+        return math.inf

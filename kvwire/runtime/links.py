@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvwire.codec import error_of_kl
 from kvwire.controller import RepairOption
 from kvwire.controller.repair import MOST, UNMEASURED
 from kvwire.errors import KvwireError, LinkBoundError
@@ -131,8 +130,9 @@ def _usual_floor(report: LinkReport | None, selector: str, profile: AnyProfile |
 
 def _measured(report: LinkReport, selector: str, profile: AnyProfile | None) -> RepairOption:
     """Convert a report to the scale of blobs' errors."""
-    curve, factors = getattr(profile, "error_to_kl", None), getattr(profile, "kl_factors", ())
-    errors = [error_of_kl(kl, curve or (1.0, 1.0), factors if curve else ()) for kl in report.left(selector)]
+    curve = getattr(profile, "error_to_kl", None)
+    scale, power = curve or (1.0, 1.0)
+    errors = [(kl / scale) ** (1 / power) for kl in report.left(selector)]
     shares = (0.0, *report.shares)[: len(errors)]
     left = tuple(error / errors[0] if errors[0] else 0.0 for error in errors)
     return RepairOption(most=1.0, error=errors[0], shares=shares, left=left)

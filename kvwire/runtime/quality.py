@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from kvwire.codec import ERROR_NOTE, decode, encode, inspect, predicted_kl
+from kvwire.codec import ERROR_NOTE, decode, encode, inspect
 from kvwire.runtime.prefill import compute_documents, link_opened, opening_of, prefill_documents, states_of
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ _WITHIN = (0.1, 0.9)
 """Quantiles of the points for the interval."""
 _SLOPES = (0.5, 2.0)
 """Plausible exponents of the error: 0.8 to 1.3 were measured, small errors have 1."""
-_MOST_APART = math.log(64)
-"""Largest logarithm of a level's factor."""
 _TINY = 1e-30
 _LEAST_SPREAD = 0.5
 """Least standard deviation of the errors' logarithms to fit an exponent; a single level has less."""
@@ -94,37 +92,18 @@ def calibrate_error(
     errors, kls = np.log(np.array([(point.errors[point.level], point.kl) for point in points])).T
     deviations, spread = errors - errors.mean(), float(errors.std())
     slope = float(np.clip(np.polyfit(errors, kls, 1)[0], *_SLOPES)) if spread > _LEAST_SPREAD else 1.0
-    scale = float(np.quantile(kls - slope * errors, _QUANTILE))
-    factors = _factors(points, scale, slope)
-    curve = [predicted_kl(point.errors[point.level], (math.exp(scale), slope), factors) for point in points]
-    apart = kls - np.log(curve)
-    low, high = (float(np.quantile(apart, share)) for share in _WITHIN)
+    apart = kls - slope * errors
+    level, low, high = (float(np.quantile(apart, share)) for share in (_QUANTILE, *_WITHIN))
     high += math.log(_OTHER_TEXT)
     uncertain = float(apart.std() / np.sqrt((deviations**2).sum())) if spread > _LEAST_SPREAD else 0.0
     interval: dict[str, str | int | float] = {
-        "kl_low": math.exp(min(low, 0.0)),
-        "kl_high": math.exp(max(high, 0.0)),
+        "kl_low": math.exp(low - level),
+        "kl_high": math.exp(high - level),
         "kl_exponent_error": uncertain,
     }
     middle = np.exp(np.log(np.maximum([point.errors for point in points], _TINY)).mean(0))
     interval |= {ERROR_NOTE + name: error for name, error in zip(points[0].names, middle.tolist(), strict=True)}
-    return replace(
-        profile, error_to_kl=(math.exp(scale), slope), kl_factors=factors, notes=profile.notes | interval
-    )  # fmt: skip
-
-
-def _factors(points: Sequence[_Point], scale: float, slope: float) -> tuple[tuple[float, float], ...]:
-    """Mean error of each measured level, and its divergence over the power law's; larger errors never have less."""
-    found: dict[float, float] = {}
-    for level in {point.level for point in points}:
-        measured = [(point.errors[level], point.kl) for point in points if point.level == level]
-        errors, kls = np.log(np.array(measured)).T
-        found[float(errors.mean())] = float(np.quantile(kls - slope * errors, _QUANTILE)) - scale
-    at, apart = np.array(sorted(found.items())).T
-    apart = np.maximum.accumulate(slope * at + apart) - slope * at
-    apart = np.maximum(apart, 0.0)  # little text may flatter a level, which loads would then take
-    pairs = zip(np.exp(at), np.exp(np.clip(apart, -_MOST_APART, _MOST_APART)), strict=True)
-    return tuple((float(error), float(factor)) for error, factor in pairs)
+    return replace(profile, error_to_kl=(math.exp(level), slope), notes=profile.notes | interval)
 
 
 def _windows(documents: Sequence[Sequence[int]]) -> list[Sequence[int]]:

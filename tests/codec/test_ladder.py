@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvwire.codec import ERROR_NOTE, Profile, decode, encode, fit_profile, inspect, predicted_kl
+from kvwire.codec import ERROR_NOTE, Profile, decode, encode, fit_profile, inspect
 from kvwire.codec.fitting.fit import RANK_CUT
 from kvwire.codec.fitting.ladder import COARSEST_KL, FINEST_KL, errors_of, moved_by, with_unit
 
@@ -64,15 +64,6 @@ def test_coarser_levels_need_fewer_rows(profile):
     read = Profile.from_bytes(moved.data)
     cache = make_cache(200, 9)
     assert encode(cache, read) == encode(cache, moved)
-
-
-def test_factors_move_with_the_errors(profile):
-    """The same loss is expected of the same distance between elements, whatever their unit."""
-    bent = replace(profile, error_to_kl=(0.02, 1.1), kl_factors=((0.01, 0.5), (0.4, 3.0)))
-    moved, unit = moved_by(bent, 9, RANK_CUT), 3 ** (9 / 6)
-    for error in (0.001, 0.03, 1.0):
-        ours = predicted_kl(error * unit**2, moved.error_to_kl, moved.kl_factors)
-        assert ours == pytest.approx(predicted_kl(error, bent.error_to_kl, bent.kl_factors))
 
 
 def test_nothing_moves_where_nothing_was_measured(profile):

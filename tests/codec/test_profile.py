@@ -62,21 +62,12 @@ def test_each_thing_known_of_a_model_saves_bits(plain_profile, profile, head_pro
 
 def test_a_profile_survives_storage(profile, head_profile, plain_profile):
     few = fit_profile([make_cache(128)], make_statistics(words=True))
-    calibrated = replace(profile, error_to_kl=(0.5, 1.25), kl_factors=((0.1, 2.0), (0.3, 1.0)))
+    calibrated = replace(profile, error_to_kl=(0.5, 1.25))
     for made in (profile, head_profile, plain_profile, few, calibrated, identity_profile(make_cache(20), Ladder())):
         again = Profile.from_bytes(made.data)
         assert again.data == made.data
         assert again.digest == made.digest
-        for name in (
-            "layers",
-            "notes",
-            "rank",
-            "prefix_layers",
-            "hidden_size",
-            "error_to_kl",
-            "kl_factors",
-            "token_features",
-        ):
+        for name in ("layers", "notes", "rank", "prefix_layers", "hidden_size", "error_to_kl", "token_features"):
             assert getattr(again, name) == getattr(made, name)
         assert (made.table is None) == (again.table is None)
         assert made.table is None or np.array_equal(made.table, again.table)

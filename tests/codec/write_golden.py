@@ -55,8 +55,6 @@ PRUNED = f"{STEM}-holes"
 """Of a pruned cache with an attention sink."""
 CONTEXT = f"{STEM}-context"
 """Of blobs whose rows were computed over tokens at a lossy level."""
-FACTORS = f"{STEM}-factors"
-"""Of blobs and profiles with factors on the power law of errors."""
 OFFSET = 3
 """Where golden blobs are decoded to."""
 LADDER = Ladder(2.0, ("low", "middle", "high"))
@@ -118,7 +116,6 @@ def facts(blob: bytes, profile, hidden) -> dict:
         **({"prefix": astuple(info.prefix)} if info.prefix else {}),
         **({"sinks": info.sinks} if info.sinks else {}),
         **({"context_level": info.context_level} if info.context_level is not None else {}),
-        **({"predicted_kl": [level.predicted_kl for level in info.levels]} if profile and profile.kl_factors else {}),
         **_begun(blob, info, profile),
     }
 
@@ -294,20 +291,6 @@ def make_beginning() -> tuple[dict, dict, torch.Tensor]:
     return {f"{BEGINNING}.kvp": profile}, blobs, make_hidden(tiny)
 
 
-def make_factors() -> tuple[dict, dict, torch.Tensor]:
-    """A blob and profiles of both kinds with factors on the power law of errors; as ``make``."""
-    from synthetic import make_hidden, make_tiny
-
-    tiny, caches = make_tiny(20, 5), [make_tiny(200, seed) for seed in (1, 2)]
-    curve = {"error_to_kl": (0.25, 1.5), "kl_factors": ((0.01, 0.5), (0.1, 2.0), (0.5, 1.25))}
-    profile, cachegen = replace(fit_profile(caches), **curve), replace(fit_cachegen_profile(caches), **curve)
-    blobs = {
-        "layered": (encode(tiny, profile, LADDER, chunk_tokens=8), f"{FACTORS}.kvp"),
-        "cachegen": (encode(tiny, cachegen, chunk_tokens=16), f"{FACTORS}.kvg"),
-    }
-    return {f"{FACTORS}.kvp": profile, f"{FACTORS}.kvg": cachegen}, blobs, make_hidden(tiny)
-
-
 def main() -> None:
     """Write profiles, blobs of every kind, and what must be found in them."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -324,7 +307,6 @@ def main() -> None:
         (SINKS, *make_sinks()),
         (BEGINNING, *make_beginning()),
         (PRUNED, *make_pruned()),
-        (FACTORS, *make_factors()),
     )
     written = [_written(*each) for each in made]
     for files in written:
